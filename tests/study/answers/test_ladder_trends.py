@@ -17,6 +17,7 @@ from deltalab.study.answers.ladder_trends import ArmLadder, fit, slopes, verdict
 from deltalab.study.reports.report import Report, report
 from deltalab.study.specs.ladder_sizes import Ladder
 from deltalab.study.statistics.joint_test import UNKNOWN, Difference, follow, one_look
+from deltalab.study.statistics.pairs import Pairs
 
 Array = NDArray[np.float64]
 WIDTHS = (16, 32, 64, 128)
@@ -60,7 +61,7 @@ def test_without_a_trend_few_families_shrink_or_reverse() -> None:
     for _ in range(studies):
         scores = random.normal(size=(arms + 1, 3, 7)) * spread
         differences = scores[1:] - scores[0] + random.choice([-9.0, 9.0], size=(arms, 1, 1))
-        found = follow([slopes(arm, compute) for arm in differences], look, intervals=False)
+        found = follow([slopes([*map(Pairs.plain, arm)], compute) for arm in differences], look, intervals=False)
         sides = np.sign(differences.mean((1, 2)))
         says = [verdict([told(s)] * 3, one.difference) for s, one in zip(sides, found, strict=True)]
         wrong += bool({"shrinks", "reverses"} & {*says})
@@ -70,7 +71,7 @@ def test_without_a_trend_few_families_shrink_or_reverse() -> None:
 def test_a_trend_is_found() -> None:
     random = np.random.default_rng(2)
     fading = [effect + 0.2 * random.normal(size=7) for effect in (2.0, 1.5, 1.0, 0.5)]
-    trend = follow([slopes(fading, [1, 10, 100, 1000])], one_look(7))[0].difference
+    trend = follow([slopes([*map(Pairs.plain, fading)], [1, 10, 100, 1000])], one_look(7))[0].difference
     assert trend.decided
     assert trend.mean == pytest.approx(-0.5, abs=0.15)
     assert verdict([o.difference for o in follow(fading, one_look(7))], trend) == "shrinks"

@@ -128,10 +128,10 @@ def test_signs_drawn_for_each_arm_are_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     def apart(self: joint_test._Family, j: int, shifts: NDArray[np.float64], signs: NDArray[np.float64]) -> object:
         found = []
-        for i, d in enumerate(self.differences):
+        for i, pairs in enumerate(self.pairs):
             own = random.choice([-1.0, 1.0], size=signs.shape)
             own[0] = 1.0
-            found.append(largest(joint_test._Family([d], [0]), 0, shifts if i == j else np.zeros(1), own)[1])
+            found.append(largest(joint_test._Family([pairs], [0]), 0, shifts if i == j else np.zeros(1), own)[1])
         return np.maximum.reduce(np.broadcast_arrays(*found)), found[j]
 
     monkeypatch.setattr(joint_test._Family, "_largest", apart)
@@ -312,7 +312,7 @@ def without_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the search for an interval's ends, which takes most of the time."""
 
     def verdict(self: joint_test._Family, j: int, looks: Sequence[Look]) -> Difference:
-        d = self.differences[j][: looks[-1].seeds]
+        d = self.pairs[j].head(looks[-1].seeds).differences
         p = float(self.p(j, np.zeros(1), looks)[0])
         return Difference(float(d.mean()), 1.0 if p <= ALPHA else -1.0, 1.0, p, len(d))
 

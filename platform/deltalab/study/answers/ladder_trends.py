@@ -28,6 +28,7 @@ from deltalab.study.specs.ladder_sizes import PARAMETERS, learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedTask
 from deltalab.study.statistics.intervals import Interval
 from deltalab.study.statistics.joint_test import Difference, Outcome, compare
+from deltalab.study.statistics.pairs import Contrast, Pairs
 from deltalab.study.statistics.seed_choice import Scores
 
 Array = NDArray[np.float64]
@@ -165,8 +166,8 @@ def ladders(
     trends: dict[tuple[str, str], Difference] = {}
     for family in families:
         members = [(task, arm) for task in family for arm in complete[task].complete_arms]
-        seed_slopes = [complete[task].slopes(arm) for task, arm in members]
-        tested = compare(seed_slopes, [family.index(task) for task, _ in members])
+        trend = [complete[task].slopes(arm) for task, arm in members]
+        tested = compare(trend, [family.index(task) for task, _ in members])
         trends |= dict(zip(members, tested, strict=True))
     return [_ladder(task, rungs, arms, ledger, outcomes, trends) for task, rungs in complete.items()]
 
@@ -188,27 +189,26 @@ class _Rungs:
         """The arms other than the base that have results at every size."""
         return [arm for arm in self.scores[0].others if all(arm in at_size.others for at_size in self.scores)]
 
-    def slopes(self, arm: str) -> Array:
-        """The slope of each seed's difference between an arm and the base: [seeds]."""
-        differences = np.array([at_size.differences(arm) for at_size in self.scores])
-        return slopes(differences, [size.compute for size in self.sizes])
+    def slopes(self, arm: str) -> Contrast:
+        """The slope of each seed's difference between an arm and the base."""
+        return slopes([at_size.pairs(arm) for at_size in self.scores], [size.compute for size in self.sizes])
 
 
-def slopes(differences: ArrayLike, compute: Sequence[float]) -> Array:
-    """Returns the slope of each seed's differences against log10 compute, [seeds].
+def slopes(pairs: Sequence[Pairs], compute: Sequence[float]) -> Contrast:
+    """Returns the slope of each seed's differences against log10 compute.
 
     Args:
-        differences: The differences to the base [sizes, seeds].
+        pairs: The runs of arm and base at each size.
         compute: The compute at each size.
 
     Examples:
-        >>> slopes([[0.1, 0.2], [0.2, 0.2], [0.3, 0.2]], [1e9, 1e10, 1e11]).round(3).tolist()
+        >>> differences = [Pairs.plain(d) for d in ([0.1, 0.2], [0.2, 0.2], [0.3, 0.2])]
+        >>> slopes(differences, [1e9, 1e10, 1e11]).differences.round(3).tolist()
         [0.1, 0.0]
     """
     x = np.log10(np.asarray(compute, dtype=float))
     x = x - x.mean()
-    by_seed: Array = x @ np.asarray(differences, dtype=float) / (x @ x)
-    return by_seed
+    return Contrast(tuple(pairs), tuple(x / (x @ x)))
 
 
 def verdict(differences: Sequence[Difference], slope: Difference) -> Verdict:

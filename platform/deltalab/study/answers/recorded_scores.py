@@ -79,15 +79,16 @@ class RecordedScores:
     def scores(self, task: RecordedTask, arms: Sequence[Arm]) -> Scores:
         """The runs of all arms on a task, with the seeds that each arm was to train."""
         base = next(arm.name for arm in arms if arm.is_base)
-        runs, seeds = {}, {}
+        runs, seeds, failed = {}, {}, {}
         for arm in arms:
             trials = self.of(arm.name, task.name)
             runs[arm.name] = self.runs(trials, task.metric)
+            failed[arm.name] = {trial.number for trial in trials if trial.state == "failed"}
             trained = sorted({seed for trial in trials for seed in trial.runs})
             looks = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
             planned = range(1, self.looks[min(looks, len(self.looks)) - 1].seeds + 1) if trained else []
             seeds[arm.name] = [*planned, *(seed for seed in trained if seed not in planned)]
-        return Scores(base, task.maximize, task.chance, runs, seeds)
+        return Scores(base, task.maximize, task.chance, runs, seeds, failed)
 
 
 def current(trials: Sequence[TrialRow]) -> list[TrialRow]:

@@ -32,6 +32,7 @@ def table_warnings(rows: list[Row], task: RecordedTask, ledger: RecordedScores, 
     base = next(row for row in rows if row.is_base)
     return [
         *_too_few_seeds(rows),
+        *_lost_candidates(scores),
         *_base_at_an_end(base, task),
         *range_end_notes([sweep(row.arm, task, ledger, scores) for row in rows], ledger.spec),
         *_uneven(rows, base),
@@ -43,6 +44,20 @@ def _too_few_seeds(rows: list[Row]) -> Iterator[str]:
     if any(row.verdict.startswith("undecidable") for row in compared):
         pairs = max(row.difference.n for row in compared if row.difference)
         yield f"No arm can be told from the base with {pairs} seeds: p is at least {smallest_p(pairs):.3g}."
+
+
+def _lost_candidates(scores: Scores) -> Iterator[str]:
+    again = "`platform study run` with --retry-failed runs such trials again"
+    for number, arms in scores.lost.items():
+        yield f"Candidate {number} counts in no arm, since its trial failed in {', '.join(arms)}: {again}."
+    for arm, seeds in scores.seeds.items():
+        trained = scores.trained(arm)
+        if arm in scores.failed and scores.failed[arm] and len(trained) < len(seeds):
+            yield f"{arm} has {len(trained)} of {len(seeds)} seeds, since its other trials failed: {again}."
+    counts = {arm: len(scores.numbers(arm)) for arm in (scores.base, *scores.others) if scores.trained(arm)}
+    for arm, count in counts.items():
+        if count != counts[scores.base]:
+            yield f"{arm} chose among {count} candidates and the base among {counts[scores.base]}."
 
 
 def _base_at_an_end(base: Row, task: RecordedTask) -> Iterator[str]:
@@ -175,7 +190,8 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
     if is_choice:
         does = "tries every training of its arm" if spec.is_search else "trains every candidate"
         score = (
-            f"A seed {does}; its score is the test score, at the last step, of its run with the best validation score."
+            f"A seed {does}; its score is the test score, at the last step, of its run of the candidate that the arm's "
+            "other seeds prefer by validation."
         )
     return [
         f"{score} Means are over seeds, with a 95% t interval.",

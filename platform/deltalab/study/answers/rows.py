@@ -31,9 +31,11 @@ class Row:
         parameters: The number of parameters.
         flops_per_token: The operations of matrix products for one token of the forward pass.
         tuned: The values that are best on validation over all seeds.
-        chose: How many seeds, each by its own validation scores, chose the values in `tuned`.
+        chose: How many seeds, each by the validation scores of the others, took the values in `tuned`.
         by_budget: The expected score if only 1, 2, ... of the candidates had been tried.
         by_seed: The difference to the base for each seed.
+        one_setting: The mean test score of the values in `tuned`; None if there was one candidate. These values were
+            chosen by the very seeds, so it is somewhat optimistic.
         seeds_needed: About how many seeds would decide an undecided difference; None if it is decided, or unknown.
     """
 
@@ -53,6 +55,7 @@ class Row:
     chose: int
     by_budget: list[float]
     by_seed: dict[int, float] = field(default_factory=dict)
+    one_setting: Interval | None = None
     seeds_needed: int | None = None
 
 

@@ -11,7 +11,7 @@ from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.remarks import table_notes, table_warnings
 from deltalab.study.answers.rows import NO_DIFFERENCE, SPLIT, Interaction, Row, TaskTable
 from deltalab.study.specs.recorded_study import RecordedTask
-from deltalab.study.statistics.intervals import mean_interval, share_learned, within
+from deltalab.study.statistics.intervals import Interval, mean_interval, share_learned, within
 from deltalab.study.statistics.joint_test import (
     ALPHA,
     UNKNOWN,
@@ -22,6 +22,7 @@ from deltalab.study.statistics.joint_test import (
     seeds_to_decide,
     smallest_p,
 )
+from deltalab.study.statistics.pairs import Contrast
 from deltalab.study.statistics.pareto import front
 from deltalab.study.statistics.seed_choice import Scores
 
@@ -133,10 +134,17 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
         **_costs(shown, trials, ledger),
         tuned=shown.values if shown else {},
         chose=sum(number == best for number in choices.values()),
-        by_budget=scores.by_budget(arm.name) if len(scores.runs[arm.name]) > 1 else [],
+        by_budget=scores.by_budget(arm.name) if len(scores.numbers(arm.name)) > 1 else [],
         by_seed=by_seed,
+        one_setting=_one_setting(scores, arm.name, task.bounds),
         seeds_needed=needed,
     )
+
+
+def _one_setting(scores: Scores, arm: str, bounds: tuple[float, float] | None) -> Interval | None:
+    """The score of the best candidate alone; None if there is one candidate, or if none finished all seeds."""
+    one_setting = scores.one_setting(arm) if len(scores.numbers(arm)) > 1 else []
+    return mean_interval(one_setting, bounds) if one_setting else None
 
 
 def _diverged(trials: Sequence[TrialRow]) -> int:
@@ -188,10 +196,10 @@ def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row
 
 def _interactions(arms: Sequence[Arm], scores: Scores) -> Iterator[Interaction]:
     for a, b, both in _factorial(arms):
-        of_base, of_a, of_b, of_both = (scores.results[arm] for arm in (scores.base, a, b, both))
-        seeds = of_base.keys() & of_a.keys() & of_b.keys() & of_both.keys()
-        if seeds:
-            apart = [of_both[seed] - of_a[seed] - of_b[seed] + of_base[seed] for seed in of_base if seed in seeds]
+        if all(scores.results[arm] for arm in (scores.base, a, b, both)):
+            effects = scores.pairs(both, a), scores.pairs(b)
+            seeds = min(effect.seeds for effect in effects)
+            apart = Contrast(tuple(effect.head(seeds) for effect in effects), weights=(1.0, -1.0))
             yield Interaction(a, b, both, compare([apart])[0])
 
 

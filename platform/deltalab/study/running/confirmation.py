@@ -223,16 +223,19 @@ class ConfirmPhase:
         kind, looks = self._plan.tasks[task], self._plan.spec.looks
         runs: dict[str, dict[int, dict[int, Run]]] = {}
         seeds: dict[str, list[int]] = {}
+        failed: dict[str, set[int]] = {}
         for trials in arms:
             of_arm = runs.setdefault(trials.arm.name, {})
             for (number, _), summary in trials.trials.items():
                 if summary is not None and summary.state == "done":
                     of_arm.setdefault(number, {}).update(_runs(summary, kind.metric))
+                elif summary is not None and summary.state == "failed":
+                    failed.setdefault(trials.arm.name, set()).add(number)
             reached = max((look for _, look in trials.trials), default=-1)
             trained = any(of_arm.values())
             seeds[trials.arm.name] = list(range(1, looks[reached].seeds + 1)) if trained else []
         base = next(trials.arm.name for trials in arms if trials.arm.is_base)
-        return Scores(base, kind.maximize, kind.chance, runs, seeds)
+        return Scores(base, kind.maximize, kind.chance, runs, seeds, failed)
 
 
 def _runs(summary: TrialSummary, metric: str) -> dict[int, Run]:

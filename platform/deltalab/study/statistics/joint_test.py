@@ -1,7 +1,7 @@
 """Tests all arms of a family against the base at once, and inverts the test into intervals.
 
 d_js is the difference of arm j to the base at seed s. If the arm and the base perform alike, d_js and -d_js are equally
-likely, for all arms together: flip the sign e_s of whole seeds, the same for all arms, and compare
+likely, for all arms together (joint symmetry): flip the sign e_s of whole seeds, the same for all arms, and compare
 
     T_j(e) = sqrt(n) |mean_s(e_s d_js)| / (sd_s(e_s d_js) + c),    c = median_j(rms_s(d_js)) / sqrt(2)
 
@@ -10,6 +10,9 @@ seeds, whatever the distribution, and n seeds can reach p = 2 / 2^n however many
 constant c, an arm whose seeds hardly differ would dominate the maximum (Tusher, Tibshirani and Chu 2001). No flip
 changes c, which is about the sd of one seed's score. With a larger c, the test finds more if all arms are equally
 noisy, and less if one arm is noisier than the others: see `benchmarks/calibration.py`.
+
+A seed that tunes has several runs of arm and base. To flip it is to exchange all of them; then every seed chooses its
+candidates anew (`cross_fitting`), and e_s d_js stands for the differences of the results after the exchange.
 
 The test steps down: an arm that was found to differ from the base stays in the family, but with its mean subtracted
 from its differences, so that all intervals hold together.
@@ -29,6 +32,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from deltalab.study.statistics.pairs import Contrast, Paired, Pairs
 
 ALPHA = 0.05
 """The probability that a family without a difference finds one."""
@@ -177,11 +182,11 @@ def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8) -> in
     return max(n, len(d) + 1, seeds_needed())
 
 
-def compare(differences: Sequence[ArrayLike], units: Sequence[int] | None = None) -> list[Difference]:
+def compare(differences: Sequence[ArrayLike | Paired], units: Sequence[int] | None = None) -> list[Difference]:
     """Tests all arms together, on the same seeds.
 
     Args:
-        differences: The differences d_j [n] of each arm.
+        differences: The differences d_j [n] of each arm, or its pairs where seeds tune.
         units: A number for each arm. Arms with the same number share a unit of measurement and the constant c. None
             means that all arms share a unit.
 
@@ -193,12 +198,13 @@ def compare(differences: Sequence[ArrayLike], units: Sequence[int] | None = None
         >>> [(round(arm.mean, 2), arm.p, arm.decided) for arm in arms]
         [(0.15, 0.03125, True), (0.0, 1.0, False)]
     """
-    seeds = max((len(np.atleast_1d(d)) for d in differences), default=0)
-    return [outcome.difference for outcome in follow(differences, one_look(seeds), units)]
+    pairs = _pairs(differences)
+    seeds = max((arm.seeds for arm in pairs), default=0)
+    return [outcome.difference for outcome in follow(pairs, one_look(seeds), units)]
 
 
 def follow(
-    differences: Sequence[ArrayLike],
+    differences: Sequence[ArrayLike | Paired],
     looks: Sequence[Look],
     units: Sequence[int] | None = None,
     *,
@@ -207,8 +213,8 @@ def follow(
     """Tests the arms at each look in turn, until an arm that should go on lacks the seeds for the next look.
 
     Args:
-        differences: The differences d_j [n_j] of each arm, by seed. Seeds beyond those at which an arm stops are not
-            used.
+        differences: The differences d_j [n_j] of each arm by seed, or its pairs where seeds tune. Seeds beyond those at
+            which an arm stops are not used.
         looks: The looks.
         units: As in `compare`.
         intervals: Whether undecided arms get an interval. If not, their intervals are infinite, and the test takes a
@@ -217,12 +223,12 @@ def follow(
     Returns:
         The outcome of each arm.
     """
-    by_arm = [np.atleast_1d(np.asarray(d, dtype=float)) for d in differences]
+    by_arm = _pairs(differences)
     family = _Family(by_arm, list(units or [0] * len(by_arm)), intervals)
     outcomes = [Outcome(UNKNOWN, None)] * len(by_arm)
     for k, look in enumerate(looks):
         running = [j for j, outcome in enumerate(outcomes) if outcome.stopped is None]
-        if not running or any(len(by_arm[j]) < look.seeds for j in running) or not look.seeds:
+        if not running or any(by_arm[j].seeds < look.seeds for j in running) or not look.seeds:
             break
         for j, difference in family.tested(running, looks[: k + 1]).items():
             stopped: Literal["decided", "hopeless", "last"] | None = None
@@ -230,7 +236,7 @@ def follow(
                 stopped = "decided"
             elif k == len(looks) - 1:
                 stopped = "last"
-            elif _prospect(by_arm[j][: look.seeds], look.seeds / looks[-1].seeds, len(by_arm)) < HOPELESS:
+            elif _prospect(by_arm[j].head(look.seeds), look.seeds / looks[-1].seeds, len(by_arm)) < HOPELESS:
                 stopped = "hopeless"
             outcomes[j] = Outcome(difference, stopped)
             if stopped:
@@ -238,18 +244,23 @@ def follow(
     return outcomes
 
 
-def _prospect(d: Array, t: float, arms: int) -> float:
+def _prospect(pairs: Paired, t: float, arms: int) -> float:
     """The conditional power of an arm: the probability that it is decided at the last look if its trend continues.
 
     It is Phi((z / sqrt(t) - z_end) / sqrt(1 - t)), with z the normal quantile of a t test at the share t of the seeds.
     """
     from scipy.special import ndtr, ndtri, stdtr
 
+    d = pairs.differences
     spread = d.std(ddof=1) if len(d) > 1 else 0.0
     if not spread:
         return float(d.any())
     z = -ndtri(stdtr(len(d) - 1, -math.sqrt(len(d)) * abs(d.mean()) / spread))
     return float(ndtr((z / math.sqrt(t) + ndtri(ALPHA / (2 * arms))) / math.sqrt(1 - t)))
+
+
+def _pairs(differences: Sequence[ArrayLike | Paired]) -> list[Paired]:
+    return [d if isinstance(d, Pairs | Contrast) else Pairs.plain(d) for d in differences]
 
 
 def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence[Look]) -> NDArray[np.bool_]:
@@ -260,7 +271,7 @@ def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence
         shifts: The shifts [D].
         looks: The looks so far; the test is that of the last of them.
     """
-    family = _Family([np.asarray(d, dtype=float) for d in differences], [0] * len(differences))
+    family = _Family(_pairs(differences), [0] * len(differences))
     return family.p(0, np.asarray(shifts, dtype=float), looks) <= ALPHA
 
 
@@ -287,16 +298,17 @@ class _Family:
     """The arms that are tested together.
 
     Attributes:
-        differences: The differences of each arm.
+        pairs: The runs of each arm and of the base.
         units: The unit of each arm.
         intervals: Whether undecided arms get an interval.
         stopped: The seeds at which arms stopped, by arm.
         decided: The arms that were found to differ from the base so far.
     """
 
-    def __init__(self, differences: list[Array], units: list[int], intervals: bool = True) -> None:
-        self.differences, self.units, self.intervals = differences, units, intervals
+    def __init__(self, pairs: list[Paired], units: list[int], intervals: bool = True) -> None:
+        self.pairs, self.units, self.intervals = pairs, units, intervals
         self._kept: dict[tuple[int, ...], _Flipped] = {}
+        self._of_arm: dict[tuple[int, ...], tuple[Array, Array]] = {}
         self.stopped: dict[int, int] = {}
         self.decided: set[int] = set()
 
@@ -319,11 +331,11 @@ class _Family:
 
     def _difference(self, j: int, looks: Sequence[Look]) -> Difference:
         """The difference of arm j. Its interval is the hull of all values that the test does not reject."""
-        d = self.differences[j][: looks[-1].seeds]
+        d = self.pairs[j].head(looks[-1].seeds).differences
         mean, p = float(d.mean()), float(self.p(j, np.zeros(1), looks)[0])
         if smallest_p(len(d)) > looks[-1].spent or (p > ALPHA and not self.intervals):
             return Difference(mean, -math.inf, math.inf, p, len(d))
-        spread, largest = max(float(d.std()), self._scale(j, len(d))), max(map(_rms, self.differences))
+        spread, largest = max(float(d.std()), self._scale(j, len(d))), max(_rms(arm.differences) for arm in self.pairs)
         if spread < _DUST * largest:  # The seeds of a decided arm agree, so that only rounding is left.
             spread = largest
         bounds = []
@@ -348,14 +360,27 @@ class _Family:
     def _scale(self, j: int, seeds: int) -> float:
         """The median size of the differences of all arms in arm j's unit."""
         same = [i for i, unit in enumerate(self.units) if unit == self.units[j]]
-        return float(np.median([_rms(self._seen(i, seeds)) for i in same]))
+        return float(np.median([_rms(self._seen(i, np.ones((1, seeds)))) for i in same]))
 
-    def _seen(self, i: int, seeds: int) -> Array:
-        """The differences of arm i at a look: minus their mean if the arm was decided, repeated if it stopped."""
-        d = self.differences[i][: min(seeds, self.stopped.get(i, seeds))]
-        if i in self.decided and len(d) > 1:
-            d = (d - d.mean()) * math.sqrt(len(d) / (len(d) - 1))
-        return np.resize(d, seeds)
+    def _seen(self, i: int, signs: Array) -> Array:
+        """The differences of arm i under every flip, [E, n]: about 0 if the arm was decided, repeated if it stopped."""
+        n = min(signs.shape[1], self.stopped.get(i, signs.shape[1]))
+        shift, factor = 0.0, 1.0
+        if i in self.decided and n > 1:
+            shift, factor = float(self.pairs[i].head(n).differences.mean()), math.sqrt(n / (n - 1))
+        parts = []
+        for at in range(0, signs.shape[1], n):
+            own = signs[:, at : at + n]
+            own = np.hstack([own, signs[:, own.shape[1] : n]])  # The last repeat may lack seeds.
+            parts.append((self._exchanged(i, own) - shift * own) * factor)
+        return np.hstack(parts)[:, : signs.shape[1]]
+
+    def _exchanged(self, i: int, signs: Array) -> Array:
+        """The differences [E, n] of arm i under every flip. They are kept: many shifts ask for them."""
+        kept = self._of_arm.get((i, *signs.shape))
+        if kept is None or not np.array_equal(kept[0], signs):
+            kept = self._of_arm[i, *signs.shape] = (signs, self.pairs[i].head(signs.shape[1]).exchanged(signs))
+        return kept[1]
 
     def p(self, j: int, shifts: Array, looks: Sequence[Look]) -> Array:
         """Returns, for each of shifts [D], the p-value of "the difference of arm j is the shift"."""
@@ -374,11 +399,11 @@ class _Family:
 
     def _observed(self, j: int, looks: Sequence[Look]) -> float:
         """The observed T of arm j at the last look, without a flip."""
-        return float(self._largest(j, np.zeros(1), flips(looks[-1].seeds)[:1])[1][0, 0])
+        return float(self._largest(j, np.zeros(1), flips(looks[-1].seeds))[1][0, 0])
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
         """The largest T of the family and the T of arm j, each [D, E]."""
-        of_j = _Flipped(self.differences[j][: signs.shape[1]] - shifts[:, None], signs)
+        of_j = _Flipped.shifted(self._exchanged(j, signs), shifts, signs)
         family = self._flipped(signs)
         largest = np.zeros((1, 1))
         for unit in dict.fromkeys(self.units):
@@ -396,8 +421,7 @@ class _Family:
     def _flipped(self, signs: Array) -> "_Flipped":
         """The differences of all arms under every flip, cached until an arm is decided or stops."""
         if signs.shape not in self._kept:
-            seen = [self._seen(i, signs.shape[1]) for i in range(len(self.differences))]
-            self._kept[signs.shape] = _Flipped(np.array(seen), signs)
+            self._kept[signs.shape] = _Flipped.of(np.array([self._seen(i, signs) for i in range(len(self.pairs))]))
         return self._kept[signs.shape]
 
 
@@ -407,22 +431,34 @@ def _rms(d: Array) -> float:
 
 
 class _Flipped:
-    """Rows of differences d [R, n] under every flip.
+    """Rows of differences under E flips.
 
     Attributes:
         n: The number of seeds.
-        size: The root of the mean square of each row, [R].
+        size: The root of the mean square of each row, on average over the flips, [R].
         mean: The absolute mean of each row under each flip, [R, E].
         sd: The standard deviation of each row under each flip, [R, E].
     """
 
-    def __init__(self, d: Array, signs: Array) -> None:
-        self.n = d.shape[1]
-        self.size = np.sqrt(np.mean(d**2, axis=1))
-        self.mean = np.abs(d @ signs.T) / self.n
-        whole = self.size[:, None] ** 2
-        spread = whole - self.mean**2
-        self.sd = np.sqrt(np.where(spread > _DUST * whole, spread, 0.0) * self.n / max(self.n - 1, 1))
+    def __init__(self, n: int, means: Array, squares: Array) -> None:
+        """Takes the means and the mean squares of the rows under each flip, [R, E]."""
+        self.n, self.mean, self.size = n, np.abs(means), np.sqrt(squares).mean(1)
+        spread = squares - self.mean**2
+        self.sd = np.sqrt(np.where(spread > _DUST * squares, spread, 0.0) * n / max(n - 1, 1))
+
+    @classmethod
+    def of(cls, d: Array) -> "_Flipped":
+        """Takes the differences of each row under each flip, [R, E, n]."""
+        return cls(d.shape[2], d.mean(2), np.einsum("ren,ren->re", d, d) / d.shape[2])
+
+    @classmethod
+    def shifted(cls, d: Array, shifts: Array, signs: Array) -> "_Flipped":
+        """Takes the differences d [E, n] of one arm, and makes a row for each of shifts [R]: d minus shift x signs."""
+        n, centre = d.shape[1], d[0].mean()
+        d = d - centre * signs  # The shifts are near the mean, where squares of what is left lose no digits.
+        by = (shifts - centre)[:, None]
+        squares = np.einsum("en,en->e", d, d) - 2 * by * np.einsum("en,en->e", d, signs) + n * by**2
+        return cls(n, (d.sum(1) - by * signs.sum(1)) / n, np.maximum(squares, 0.0) / n)
 
     def t(self, constant: Array, rows: Sequence[int] | slice = slice(None)) -> Array:
         """Returns T of rows for each constant c: [R, E] for c [R, 1], and [D, R, E] for c [D, 1, 1].

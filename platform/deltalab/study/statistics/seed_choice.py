@@ -1,17 +1,24 @@
-"""Computes the result of a seed: the test score of the run with the best validation score among the candidates.
+"""Computes the result of a seed: the test score of its run of the candidate that the arm's other seeds prefer.
 
-Each seed trains every candidate and chooses for itself. So an arm's seeds are independent repeats of the whole
-procedure, tuning included, and the tested differences include the noise of the choice. A seed without a finished
-run counts as the worst outcome of that seed: the worst score of all arms, or chance if chance is worse.
+Every seed trains every candidate, and `cross_fitting` says how it chooses. So the tested differences include the noise
+of tuning, and no arm gains by runs that vary more. A run that did not finish counts as the worst outcome of its seed:
+the worst score of all arms, or chance if chance is worse.
+
+A candidate whose trial failed in one arm counts in no arm: an arm that lost a candidate would choose among fewer than
+the others. If all candidates of an arm failed, the arm has only the seeds that it trained before.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from operator import mul
 
+import numpy as np
+
+from deltalab.study.statistics.cross_fitting import Sample, choices
 from deltalab.study.statistics.joint_test import Look, Outcome, follow
+from deltalab.study.statistics.pairs import Pairs
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,9 @@ class Scores:
         chance: The metric of a model that has learned nothing.
         runs: The recorded runs of each arm; a run that failed may be absent.
         seeds: The seeds that each arm was to train, in order.
-        results: Arm -> seed -> the test score of the chosen run, or the worst outcome if no run finished.
+        failed: The candidates whose trials failed, by arm; an arm without failures may be absent.
+        window: How many seeds choose together, as in `cross_fitting.cross_fitted`; None for all of an arm.
+        results: Arm -> seed -> the test score of the chosen run, or the worst outcome if that run did not finish.
     """
 
     base: str
@@ -44,55 +53,115 @@ class Scores:
     chance: float
     runs: Mapping[str, Runs]
     seeds: Mapping[str, Sequence[int]]
+    failed: Mapping[str, Collection[int]] = field(default_factory=dict)
+    window: int | None = None
     results: dict[str, dict[int, float]] = field(init=False)
-    _worst: dict[int, float] = field(init=False, repr=False, default_factory=dict)
+    _worst: dict[tuple[str, int], float] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Computes the results."""
-        choices = {arm: {seed: self.choice(arm, seed) for seed in seeds} for arm, seeds in self.seeds.items()}
-        results: dict[str, dict[int, float]] = {arm: {} for arm in choices}
-        for arm, by_seed in choices.items():
-            for seed, number in by_seed.items():
-                results[arm][seed] = self.worst(seed) if number is None else self.runs[arm][number][seed].test
+        results: dict[str, dict[int, float]] = {}
+        for arm in self.seeds:
+            seeds = self.trained(arm)
+            of_arm = self.sample(arm, seeds).results(self.window).tolist() if seeds else []
+            results[arm] = dict(zip(seeds, of_arm, strict=True))
         object.__setattr__(self, "results", results)
 
-    def choice(self, arm: str, seed: int) -> int | None:
-        """Returns the number of the candidate that a seed chose; None if no run of the seed finished."""
-        return chosen_candidate(self.runs[arm], seed, self.maximize)
+    @cached_property
+    def lost(self) -> dict[int, list[str]]:
+        """The candidates that count in no arm, each with the arms in which its trial failed."""
+        lost: dict[int, list[str]] = {}
+        for arm, numbers in self.failed.items():
+            if not self._only_failed(arm):  # Such an arm takes no candidates along.
+                for number in numbers:
+                    lost.setdefault(number, []).append(arm)
+        return lost
 
-    def worst(self, seed: int) -> float:
+    def numbers(self, arm: str) -> list[int]:
+        """Returns the candidates of an arm that count."""
+        if self._only_failed(arm):
+            return [number for number, runs in self.runs[arm].items() if runs]
+        return [number for number in self.runs[arm] if number not in self.lost]
+
+    def trained(self, arm: str) -> list[int]:
+        """Returns the seeds of an arm that count, in order; none if no candidate counts."""
+        runs = [self.runs[arm][number] for number in self.numbers(arm)]
+        if self._only_failed(arm):
+            return [seed for seed in self.seeds[arm] if runs and all(seed in run for run in runs)]
+        return [*self.seeds[arm]] if runs else []
+
+    def _only_failed(self, arm: str) -> bool:
+        failed = self.failed.get(arm, ())
+        return bool(failed) and all(number in failed for number in self.runs[arm])
+
+    def sample(self, arm: str, seeds: Sequence[int]) -> Sample:
+        """Returns an arm's runs of some seeds. Runs that did not finish have the worst scores of their seed."""
+        numbers = self.numbers(arm)
+        validation, test = np.empty((len(seeds), len(numbers))), np.empty((len(seeds), len(numbers)))
+        for i, seed in enumerate(seeds):
+            for c, number in enumerate(numbers):
+                run = self._finished(arm, number, seed)
+                validation[i, c] = run.validation if run else self.worst(seed, "validation")
+                test[i, c] = run.test if run else self.worst(seed)
+        return Sample(validation, test, self.maximize)
+
+    def _finished(self, arm: str, number: int, seed: int) -> Run | None:
+        """A run; None if it did not finish."""
+        run = self.runs[arm][number].get(seed)
+        return run if run and math.isfinite(run.validation) and math.isfinite(run.test) else None
+
+    def choice(self, arm: str, seed: int) -> int | None:
+        """Returns the number of the candidate that a seed takes; None if its run of that candidate did not finish."""
+        seeds, numbers = self.trained(arm), self.numbers(arm)
+        if seed not in seeds:
+            return None
+        chosen = choices(self.sample(arm, seeds).preferences, self.window)[seeds.index(seed)]
+        return numbers[chosen] if self._finished(arm, numbers[chosen], seed) else None
+
+    def worst(self, seed: int, split: str = "test") -> float:
         """Returns the worst outcome of a seed: the worst score of all arms, or chance if chance is worse."""
-        if seed not in self._worst:
-            tests = [run[seed].test for runs in self.runs.values() for run in runs.values() if seed in run]
-            worst = min if self.maximize else max
-            self._worst[seed] = worst([self.chance, *(test for test in tests if math.isfinite(test))])
-        return self._worst[seed]
+        if (split, seed) not in self._worst:
+            runs = [run[seed] for runs in self.runs.values() for run in runs.values() if seed in run]
+            worst, scores = min if self.maximize else max, [getattr(run, split) for run in runs]
+            self._worst[split, seed] = worst([self.chance, *filter(math.isfinite, scores)])
+        return self._worst[split, seed]
 
     @property
     def others(self) -> list[str]:
-        """The arms, other than the base, that have a result."""
-        return [arm for arm in self.results if arm != self.base and self.seeds[arm]]
+        """The arms, other than the base, that have a result, if the base has one."""
+        return [arm for arm in self.results if arm != self.base and self.results[arm] and self.results[self.base]]
+
+    def pairs(self, arm: str, base: str | None = None) -> Pairs:
+        """Returns the runs of an arm and of the base, or of another arm in its place, on the seeds of both."""
+        base = base or self.base
+        seeds = self.shared_seeds(arm, base)
+        of_arm, of_base = self.sample(arm, seeds), self.sample(base, seeds)
+        candidates = max(of_arm.candidates, of_base.candidates)
+        return Pairs(of_arm.widened(candidates), of_base.widened(candidates))
+
+    def shared_seeds(self, arm: str, base: str) -> list[int]:
+        """Returns the seeds of two arms, in order."""
+        return [seed for seed in self.results[arm] if seed in self.results[base]]
 
     def differences(self, arm: str) -> list[float]:
         """Returns the arm's results minus the base's, in the order of seeds. A difference by rounding alone is 0."""
         return list(self.by_seed(arm).values())
 
     def by_seed(self, arm: str) -> dict[int, float]:
-        """Returns the arm's results minus the base's, by seed. A difference by rounding alone is 0."""
-        pairs = {seed: (self.results[arm][seed], self.results[self.base].get(seed)) for seed in self.seeds[arm]}
-        return {
-            seed: 0.0 if abs(result - base) <= 1e-12 * max(abs(result), abs(base)) else result - base
-            for seed, (result, base) in pairs.items()
-            if base is not None
-        }
+        """Returns the arm's results minus the base's, by seed. A difference by rounding alone is 0.
+
+        Both choose by the seeds that they share, and not by further seeds of one of them.
+        """
+        return dict(zip(self.shared_seeds(arm, self.base), self.pairs(arm).differences.tolist(), strict=True))
 
     def best(self, arm: str) -> int | None:
         """Returns the candidate with the best mean validation score; None if no candidate finished all seeds."""
         means = {}
-        for number, runs in self.runs[arm].items():
-            values = [runs[seed].validation if seed in runs else math.nan for seed in self.seeds[arm]]
-            if values and all(map(math.isfinite, values)):
-                means[number] = math.fsum(values) / len(values)
+        for number in self.numbers(arm):
+            runs = [self.runs[arm][number].get(seed) for seed in self.trained(arm)]
+            finished = [run.validation for run in runs if run and math.isfinite(run.validation)]
+            if finished and len(finished) == len(runs):
+                means[number] = math.fsum(finished) / len(finished)
         best = max if self.maximize else min
         return best(means, key=lambda number: means[number]) if means else None
 
@@ -104,36 +173,29 @@ class Scores:
         choices = (self.choice(arm, seed) for seed in self.results.get(arm, {}))
         return next((number for number in choices if number is not None), None)
 
+    def one_setting(self, arm: str) -> list[float]:
+        """Returns the test scores of the best candidate with each seed; [] if no candidate finished all seeds.
+
+        Their mean is that of a single setting, which was chosen by the validation scores of the very seeds.
+        """
+        best = self.best(arm)
+        return [] if best is None else [self.runs[arm][best][seed].test for seed in self.trained(arm)]
+
     def by_budget(self, arm: str) -> list[float]:
         """Returns the expected result if only 1, 2, ... of the candidates had been tried.
 
-        Sort the n candidates by a seed's validation scores, the best first. If b of them are drawn without replacement,
-        candidate r (from 0) is the best of the draw with probability C(n - 1 - r, b - 1) / C(n, b).
+        Sort the n candidates as a seed prefers them. If b of them are drawn without replacement, candidate r (from 0)
+        is the best of the draw with probability C(n - 1 - r, b - 1) / C(n, b).
 
         References:
             Dodge et al. 2019, arXiv:1909.03004.
         """
-        numbers, expected = list(self.runs[arm]), []
-        ranked = []
-        for seed in self.seeds[arm]:
-            order = sorted(numbers, key=lambda number: self._rank(arm, number, seed))
-            ranked.append([self._test(arm, number, seed) for number in order])
-        for chance in _chances(len(numbers)):
+        sample = self.sample(arm, self.trained(arm))
+        ranked, expected = sample.ranked(self.window).tolist(), []
+        for chance in _chances(sample.candidates):
             sums = [math.fsum(map(mul, chance, tests)) for tests in ranked]
             expected.append(math.fsum(sums) / len(sums) if sums else math.nan)
         return expected
-
-    def _rank(self, arm: str, number: int, seed: int) -> tuple[bool, float]:
-        """The key that sorts an arm's candidates by a seed's validation scores, the best first."""
-        run = self.runs[arm][number].get(seed)
-        if run is None or not (math.isfinite(run.validation) and math.isfinite(run.test)):
-            return True, 0.0
-        return False, -run.validation if self.maximize else run.validation
-
-    def _test(self, arm: str, number: int, seed: int) -> float:
-        """The test score of a run, or the worst outcome of its seed if the run did not finish."""
-        run = self.runs[arm][number].get(seed)
-        return run.test if run is not None and math.isfinite(run.test) else self.worst(seed)
 
 
 @cache
@@ -143,23 +205,6 @@ def _chances(total: int) -> list[list[float]]:
         [math.comb(total - 1 - r, budget - 1) / math.comb(total, budget) for r in range(total)]
         for budget in range(1, total + 1)
     ]
-
-
-def chosen_candidate(runs: Runs, seed: int, maximize: bool) -> int | None:
-    """Returns the candidate with a seed's best validation score, the first of equals; None if no run finished.
-
-    Examples:
-        >>> runs = {0: {1: Run(0.5, 0.4)}, 1: {1: Run(0.7, 0.3)}, 2: {1: Run(math.nan, 0.9)}}
-        >>> chosen_candidate(runs, seed=1, maximize=True)
-        1
-    """
-    scores = {
-        number: run[seed].validation
-        for number, run in runs.items()
-        if seed in run and math.isfinite(run[seed].validation) and math.isfinite(run[seed].test)
-    }
-    best = max if maximize else min
-    return best(scores, key=lambda number: scores[number]) if scores else None
 
 
 def outcomes(tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool = True) -> list[dict[str, Outcome]]:
@@ -174,9 +219,9 @@ def outcomes(tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool
         For each task, the outcome of each arm but the base.
     """
     arms = [(unit, arm) for unit, table in enumerate(tables) for arm in table.others]
-    differences = [tables[unit].differences(arm) for unit, arm in arms]
+    pairs = [tables[unit].pairs(arm) for unit, arm in arms]
     by_task: list[dict[str, Outcome]] = [{} for _ in tables]
-    followed = follow(differences, looks, [unit for unit, _ in arms], intervals=intervals)
+    followed = follow(pairs, looks, [unit for unit, _ in arms], intervals=intervals)
     for (unit, arm), outcome in zip(arms, followed, strict=True):
         by_task[unit][arm] = outcome
     return by_task
