@@ -3,9 +3,10 @@
     python benchmarks/calibration.py --out benchmarks/calibration.json
 
 The parts are error and coverage of the designs of tuning, the power of the test with several constants c, error and
-coverage by distribution and number of seeds, and the runs that sequential looks save. The figures come from p alone,
-computed for many studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`, which
-must find the same verdicts, and intervals that agree with the verdicts. The script takes minutes on one core.
+coverage by distribution and number of seeds, the runs that sequential looks save, and in `calibration_trends` the
+predictions of ladders and Kendall's tau between tasks. The figures of the test come from p alone, computed for many
+studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`, which must find the same
+verdicts, and intervals that agree with the verdicts. The script takes half an hour on one core.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import scipy
+from calibration_trends import extrapolation, transfer_tau
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -524,7 +526,7 @@ def main() -> None:
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
-    part.__name__: part for part in (designs, powers, distributions, sequential)
+    part.__name__: part for part in (designs, powers, distributions, sequential, extrapolation, transfer_tau)
 }
 
 if __name__ == "__main__":

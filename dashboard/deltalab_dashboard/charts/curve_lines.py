@@ -14,7 +14,6 @@ import pandas as pd
 
 from deltalab.store import Arm, CurvePoint, Store, Study, TrialRow
 from deltalab.store.models import RunState, Stage
-from deltalab.study.answers.ladder_trends import BACKWARD
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.rows import SPLIT
 from deltalab.study.statistics.intervals import t_quantile
@@ -84,16 +83,15 @@ class Curves:
         """
         if axis == "step":
             return 1.0
+        if axis == "flops":
+            return self._ledger.step_compute(trial, self.task)
         batch = trial.config.get("train", {}).get("batch_size")
         if self.task.length is None or batch is None:
             return math.nan
         tokens = float(batch * self.task.length)
         if axis == "tokens":
             return tokens
-        if axis == "seconds":
-            return tokens / trial.tokens_per_second if trial.tokens_per_second else math.nan
-        flops = self._ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {})
-        return BACKWARD * next(iter(flops.values()), math.nan) * tokens
+        return tokens / trial.tokens_per_second if trial.tokens_per_second else math.nan
 
     def _mean(self, runs: Sequence[DrawnRun], split: str) -> float:
         """Returns the mean score of the runs that finished, or NaN if no run finished."""

@@ -98,7 +98,7 @@ def fit_rows(ladder: TaskLadder) -> pd.DataFrame:
                 "arm": row.arm,
                 "compute": compute,
                 "left_out": left_out,
-                "loss": row.fit.a + row.fit.b * (compute / first) ** -row.fit.c,
+                "loss": row.fit.at(compute / first),
             }
             for row in ladder.arms
             if row.fit

@@ -10,11 +10,12 @@ arms together, by flips of whole seeds. The test is exact if the noise of a diff
 slopes of a difference that is the same at all sizes are then pure noise.
 
 The fit L = a + b C^-c with a, b >= 0 describes the mean loss L of an arm by its compute C, by least squares (Kaplan et
-al. 2020, arXiv:2001.08361; the offset a as in Henighan et al. 2020, arXiv:2010.14701).
+al. 2020, arXiv:2001.08361; the offset a as in Henighan et al. 2020, arXiv:2010.14701). Its intervals come
+from fits to draws of the means, by `intervals.student_draws`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,7 @@ from deltalab.store import Arm
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.specs.ladder_sizes import PARAMETERS, learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedTask
-from deltalab.study.statistics.intervals import Interval
+from deltalab.study.statistics.intervals import LEVEL, Interval, student_draws
 from deltalab.study.statistics.joint_test import Difference, Outcome, compare
 from deltalab.study.statistics.pairs import Contrast, Pairs
 from deltalab.study.statistics.seed_choice import Scores
@@ -34,12 +35,12 @@ from deltalab.study.statistics.seed_choice import Scores
 Array = NDArray[np.float64]
 Verdict = Literal["holds", "shrinks", "reverses", "not decidable"]
 
-BACKWARD = 3
-"""The operations of a training step, divided by the operations of its forward pass."""
-RESAMPLES = 1000
-"""The number of bootstrap resamples of the seeds, from which the intervals of a fit come."""
-EXPONENTS = np.geomspace(0.02, 2.0, 120)
-"""The values of c that a fit tries."""
+SEEDS = 2
+"""The fewest seeds that give a fit its intervals."""
+EXPONENTS = np.geomspace(0.02, 2.0, 30)
+"""The values of c that a fit tries first."""
+HALVINGS = 10
+"""How often a fit halves the range of c around the best of `EXPONENTS`, to 0.03% of c."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Fit:
         a: The loss that remains at any compute.
         b: The loss beyond a at C = 1, which is the compute of the base's smallest size.
         c: The exponent.
-        low: The lower ends of the 95% intervals of a, b and c, from a bootstrap over seeds.
+        low: The lower ends of the 95% intervals of a, b and c.
         high: The upper ends of the same intervals.
     """
 
@@ -75,10 +76,14 @@ class Fit:
     low: tuple[float, float, float]
     high: tuple[float, float, float]
 
+    def at(self, compute: float) -> float:
+        """Returns the fitted loss at a compute, in units of the compute of the base's smallest size."""
+        return self.a + self.b * math.pow(compute, -self.c)
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """An arm's difference in loss at a size that the fits left out. Intervals are 95% bootstraps over seeds.
+    """An arm's difference in loss at a size that the fits left out, with 95% intervals over seeds.
 
     Attributes:
         label: The name of the task at this size.
@@ -247,7 +252,7 @@ def _sign(difference: Difference) -> int:
 
 
 def fit(compute: ArrayLike, loss: ArrayLike) -> tuple[Array, Array, Array]:
-    """Fits loss = a + b C^-c by least squares, with a and b at least 0 and c one of `EXPONENTS`.
+    """Fits loss = a + b C^-c by least squares, with a and b at least 0 and c within `EXPONENTS`.
 
     Args:
         compute: The compute C at each size [sizes], in any unit. The unit of b depends on it.
@@ -267,21 +272,64 @@ def fit(compute: ArrayLike, loss: ArrayLike) -> tuple[Array, Array, Array]:
     x, y = np.asarray(compute, dtype=float), np.asarray(loss, dtype=float)
     if x.size < PARAMETERS:
         raise InputError(f"a fit of a + b C^-c has {PARAMETERS} parameters and needs as many sizes, not {x.size}")
-    least_error = np.full(y.shape[:-1], math.inf)
-    best = [np.zeros(y.shape[:-1]) for _ in range(3)]
-    mean = y.mean(-1)
-    for c in EXPONENTS:
-        power = x**-c
-        centred = power - power.mean()
-        b = np.maximum((y @ centred) / (centred @ centred), 0.0)
-        a = mean - b * power.mean()
-        b_without_offset = np.maximum((y @ power) / (power @ power), 0.0)
-        a, b = np.where(a < 0, 0.0, a), np.where(a < 0, b_without_offset, b)
-        error = ((y - a[..., None] - b[..., None] * power) ** 2).sum(-1)
-        better = error < least_error
-        least_error = np.where(better, error, least_error)
-        best = [np.where(better, new, old) for new, old in zip((a, b, np.full_like(a, c)), best, strict=True)]
-    return best[0], best[1], best[2]
+    errors = np.array([_fit_given(x, y, np.asarray(c))[2] for c in EXPONENTS])
+    near = np.log(EXPONENTS)
+    best = errors.argmin(0)
+    low, high = near[(best - 1).clip(0)], near[(best + 1).clip(max=len(near) - 1)]
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        left, right = (_fit_given(x, y, np.exp(middle + step))[2] for step in (-1e-5, 1e-5))
+        low, high = np.where(left > right, middle, low), np.where(left > right, high, middle)
+    c = np.exp((low + high) / 2)
+    a, b, _ = _fit_given(x, y, c)
+    return a, b, c
+
+
+def _fit_given(x: Array, y: Array, c: Array) -> tuple[Array, Array, Array]:
+    """Fits a and b to the losses y [..., sizes], given c [...], and returns them with the sum of squared errors."""
+    power = x ** -c[..., None]
+    mean, mean_power = y.mean(-1), power.mean(-1)
+    centred = power - mean_power[..., None]
+    b = np.maximum((y * centred).sum(-1) / (centred**2).sum(-1), 0.0)
+    a = mean - b * mean_power
+    b_without_offset = np.maximum((y * power).sum(-1) / (power**2).sum(-1), 0.0)
+    a, b = np.where(a < 0, 0.0, a), np.where(a < 0, b_without_offset, b)
+    return a, b, ((y - a[..., None] - b[..., None] * power) ** 2).sum(-1)
+
+
+def fit_with_intervals(compute: ArrayLike, losses: ArrayLike) -> Fit:
+    """Returns the fit of an arm's mean losses, with intervals.
+
+    Args:
+        compute: The compute at each size [sizes], over that of the base's smallest size.
+        losses: The losses of each seed [sizes, seeds].
+    """
+    by_seed = np.asarray(losses, dtype=float)
+    a, b, c = (_interval(drawn, by_seed.shape[-1]) for drawn in fit(compute, student_draws(by_seed)))
+    return Fit(a.mean, b.mean, c.mean, (a.low, b.low, c.low), (a.high, b.high, c.high))
+
+
+def predict(labels: Sequence[str], compute: ArrayLike, losses: ArrayLike, left_out: int) -> list[Prediction]:
+    """Predicts the difference between an arm and the base at the largest sizes from fits of the others.
+
+    Args:
+        labels: The name of the task at each size, the smallest size first.
+        compute: The compute of the arm and of the base at each size [2, sizes], in any unit.
+        losses: The losses of the arm and of the base with each seed [2, sizes, seeds].
+        left_out: How many of the largest sizes are predicted.
+    """
+    x, by_seed = np.asarray(compute, dtype=float), np.asarray(losses, dtype=float)
+    means, seeds, kept = student_draws(by_seed), by_seed.shape[-1], len(labels) - left_out
+    fits = [fit(x[i, :kept], means[:, i, :kept]) for i in range(2)]
+    predictions = []
+    for size in range(kept, len(labels)):
+        of_arm, of_base = (a + b * x[i, size] ** -c for i, (a, b, c) in enumerate(fits))
+        predicted, measured = of_arm - of_base, means[:, 0, size] - means[:, 1, size]
+        miss = _interval(predicted - measured, seeds)
+        agrees = miss.low <= 0.0 <= miss.high
+        of_both = _interval(predicted, seeds), _interval(measured, seeds)
+        predictions.append(Prediction(labels[size], *of_both, miss, agrees))
+    return predictions
 
 
 def _ladder(
@@ -297,109 +345,88 @@ def _ladder(
     at_smallest, base, scales = ledger.tasks[labels[0]], rungs.base, ledger.spec.scales
     left_out, rates_text = scales.left_out, learning_rates_text(scales, ledger.spec.values.get("tune") or ())
     notes = [f"{rates_text[0].upper()}{rates_text[1:]}."] if rates_text else []
-    losses: dict[str, Array] = {}
-    computes: dict[str, list[float]] = {}
-    for arm in (base, *rungs.complete_arms):
-        by_size = [_compute(ledger, ledger.tasks[label], arm) for label in labels]
-        per_seed = _losses(ledger, rungs, arm)
-        if None not in by_size and per_seed.shape[1]:
-            computes[arm] = [(value or 0.0) / rungs.sizes[0].compute for value in by_size]
-            losses[arm] = per_seed
+    losses: dict[str, _Losses] = {}
     if left_out is None:
         notes.append(
             f"No fit of loss against compute: its {PARAMETERS} parameters and a size to predict need "
             f"{PARAMETERS + 1} sizes, and there are {len(scales)}."
         )
-    resampled = _Resampled(losses, computes, left_out)
+    else:
+        for arm in (base, *rungs.complete_arms):
+            by_size = [_compute(ledger, ledger.tasks[label], arm) for label in labels]
+            by_seed = _losses(ledger, rungs, arm)
+            if None in by_size or len(by_seed) < SEEDS:
+                notes.append(f"No fit of {arm}: fewer than {SEEDS} of its seeds finished at every size.")
+            else:
+                compute = [(value or 0.0) / rungs.sizes[0].compute for value in by_size]
+                losses[arm] = _Losses(compute, by_seed)
     rows = []
     for name in (arm.name for arm in arms):
-        arm_fit = resampled.fits.get(name)
+        arm_fit = losses[name].fit(left_out) if name in losses and left_out is not None else None
         if name == base:
             rows.append(ArmLadder(base, "base", [], None, arm_fit, []))
         elif name in rungs.complete_arms:
             differences = [outcomes[label][name].difference for label in labels]
-            slope, predictions = trends[task, name], resampled.predictions(name, base, labels)
+            slope = trends[task, name]
+            predictions = (
+                losses[name].predictions(losses[base], labels, left_out or 0) if {name, base} <= {*losses} else []
+            )
             rows.append(ArmLadder(name, verdict(differences, slope), differences, slope, arm_fit, predictions))
         else:
             notes.append(f"{name} has no results at every size.")
     return TaskLadder(task, at_smallest.metric, at_smallest.maximize, rungs.sizes, rows, notes)
 
 
-class _Resampled:
-    """Fits of the mean losses of every arm, and of means over seeds that are drawn with replacement.
+@dataclass(frozen=True)
+class _Losses:
+    """The losses of an arm.
 
-    The same seeds are drawn for all arms.
-
-    Args:
-        losses: The losses of each arm [sizes, seeds].
-        computes: The compute of each arm at each size, over the compute of the base's smallest size.
-        left_out: How many of the largest sizes the fits leave out; None makes no fits.
+    Attributes:
+        compute: The compute at each size [sizes], over that of the base's smallest size.
+        by_seed: The losses [sizes] of each seed that finished at every size.
     """
 
-    def __init__(self, losses: Mapping[str, Array], computes: Mapping[str, list[float]], left_out: int | None) -> None:
-        self.fits: dict[str, Fit] = {}
-        self.left_out = left_out
-        self._computes = computes
-        self._means: dict[str, Array] = {}
-        self._parameters: dict[str, tuple[Array, Array, Array]] = {}
-        if left_out is None or not losses:
-            return
-        seeds = min(by_seed.shape[1] for by_seed in losses.values())
-        # The first resample is the seeds themselves.
-        draws = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
-        draws = np.concatenate([np.arange(seeds)[None], draws])
-        for arm, by_seed in losses.items():
-            means = np.array([by_seed[:, draw].mean(1) for draw in draws])
-            kept = means.shape[1] - left_out
-            a, b, c = fit(computes[arm][:kept], means[:, :kept])
-            self._means[arm], self._parameters[arm] = means, (a, b, c)
-            low, high = ([float(np.quantile(part[1:], q)) for part in (a, b, c)] for q in (0.025, 0.975))
-            self.fits[arm] = Fit(float(a[0]), float(b[0]), float(c[0]), tuple(low), tuple(high))  # type: ignore[arg-type]
+    compute: list[float]
+    by_seed: dict[int, Array]
 
-    def predictions(self, arm: str, base: str, labels: Sequence[str]) -> list[Prediction]:
-        """Returns the prediction of the fits at each size that they left out; [] without fits."""
-        if arm not in self.fits or base not in self.fits or not self.left_out:
+    def of(self, seeds: Iterable[int]) -> Array:
+        """The losses of the given seeds [sizes, seeds]."""
+        return np.array([self.by_seed[seed] for seed in seeds]).T
+
+    def fit(self, left_out: int) -> Fit:
+        """The fit to all but the largest sizes."""
+        kept = len(self.compute) - left_out
+        return fit_with_intervals(self.compute[:kept], self.of(self.by_seed)[:kept])
+
+    def predictions(self, base: "_Losses", labels: Sequence[str], left_out: int) -> list[Prediction]:
+        """The predictions from the seeds that this arm and the base share; [] if the seeds are too few."""
+        seeds = [seed for seed in base.by_seed if seed in self.by_seed]
+        if len(seeds) < SEEDS:
             return []
-        predictions = []
-        for size in range(len(labels) - self.left_out, len(labels)):
-            predicted = self._at(arm, size) - self._at(base, size)
-            measured = self._means[arm][:, size] - self._means[base][:, size]
-            miss = _interval(predicted - measured)
-            predictions.append(
-                Prediction(labels[size], _interval(predicted), _interval(measured), miss, miss.low <= 0.0 <= miss.high)
-            )
-        return predictions
-
-    def _at(self, arm: str, size: int) -> Array:
-        """The loss of each resample's fit at a size: [resamples]."""
-        a, b, c = self._parameters[arm]
-        losses: Array = a + b * self._computes[arm][size] ** -c
-        return losses
+        return predict(labels, [self.compute, base.compute], [self.of(seeds), base.of(seeds)], left_out)
 
 
-def _interval(resamples: Array) -> Interval:
-    """The value of the first resample, which is the seeds themselves, with the 95% interval of the other resamples."""
-    low, high = np.quantile(resamples[1:], (0.025, 0.975))
-    return Interval(float(resamples[0]), float(low), float(high), len(resamples) - 1)
+def _interval(drawn: Array, seeds: int) -> Interval:
+    """The value of the measured means, which stands first, with the interval of the values of the draws."""
+    low, high = np.quantile(drawn[1:], ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return Interval(float(drawn[0]), float(low), float(high), seeds)
 
 
 def _compute(ledger: RecordedScores, task: RecordedTask, arm: str) -> float | None:
     """The operations of matrix products that an arm's training takes; None if no trial of the arm is done."""
     for trial in ledger.of(arm, task.name):
-        flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {})
-        if flops:
-            train = trial.config["train"]
-            tokens = train["steps"] * train["batch_size"] * task.length
-            return BACKWARD * float(next(iter(flops.values()))) * float(tokens)
+        of_step = ledger.step_compute(trial, task)
+        if math.isfinite(of_step):
+            return float(trial.config["train"]["steps"]) * of_step
     return None
 
 
-def _losses(ledger: RecordedScores, rungs: _Rungs, arm: str) -> Array:
-    """The test losses [sizes, seeds] of the runs that seeds chose, for the seeds that finished at every size."""
+def _losses(ledger: RecordedScores, rungs: _Rungs, arm: str) -> dict[int, Array]:
+    """The test losses [sizes] of the runs that each seed chose, for the seeds that finished at every size."""
     rows = []
     for size, scores in zip(rungs.sizes, rungs.scores, strict=True):
         runs = ledger.runs(ledger.of(arm, size.label), "loss")
         chosen = {seed: scores.choice(arm, seed) for seed in scores.results[arm]}
         rows.append({seed: math.nan if number is None else runs[number][seed].test for seed, number in chosen.items()})
-    seeds = [seed for seed in rows[0] if all(math.isfinite(row.get(seed, math.nan)) for row in rows)]
-    return np.array([[row[seed] for seed in seeds] for row in rows])
+    by_seed = {seed: np.array([row.get(seed, math.nan) for row in rows]) for seed in rows[0]}
+    return {seed: losses for seed, losses in by_seed.items() if np.isfinite(losses).all()}

@@ -10,6 +10,9 @@ from deltalab.store.models import Stage
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_tasks
 from deltalab.study.statistics.seed_choice import Run, Scores
 
+BACKWARD = 3
+"""The operations of a training step, divided by the operations of its forward pass."""
+
 
 def scores_by_task(store: Store, study: Study) -> dict[str, Scores]:
     """The scores of every arm of a study on each task, by seed."""
@@ -75,6 +78,14 @@ class RecordedScores:
                 run = Run(validation.get(seed, math.nan), test.get(seed, math.nan))
                 runs.setdefault(trial.number, {})[seed] = run
         return runs
+
+    def step_compute(self, trial: TrialRow, task: RecordedTask) -> float:
+        """Returns the operations of matrix products in a training step; NaN if the ledger lacks a figure for them."""
+        flops = self.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {})
+        batch = trial.config.get("train", {}).get("batch_size")
+        if not flops or batch is None or task.length is None:
+            return math.nan
+        return BACKWARD * float(next(iter(flops.values()))) * float(batch * task.length)
 
     def scores(self, task: RecordedTask, arms: Sequence[Arm]) -> Scores:
         """The runs of all arms on a task, with the seeds that each arm was to train."""

@@ -12,6 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 LEVEL = 0.95
 """The probability that an interval holds the value that it estimates."""
 
+DRAWS = 2000
+"""The number of draws of where the true means may lie."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -86,6 +89,31 @@ def t_quantile(n: ArrayLike) -> NDArray[np.float64]:
 
     quantiles: NDArray[np.float64] = stdtrit(np.asarray(n) - 1.0, (1 + LEVEL) / 2)
     return quantiles
+
+
+def student_draws(x: ArrayLike, seed: int = 0) -> NDArray[np.float64]:
+    """Returns the means of x [..., n] over its last axis, and draws of where the true means may lie.
+
+    A draw is mean + sqrt((n - 1) / chi2) sum_s e_s (x_s - mean) / sqrt(n (n - 1)). e is normal, and chi2 has n - 1
+    degrees of freedom. All means share e and chi2, so that draws are correlated over them as the values of a seed are.
+    The middle 95% of the draws of one mean, or of any weighted sum of means, are its t interval.
+
+    Args:
+        x: The values; n is at least 2.
+        seed: Draws with different seeds are independent.
+
+    Returns:
+        The means, and below them the draws: [1 + DRAWS, ...].
+
+    References:
+        Box and Tiao 1973, section 8.2: the posterior of the means of normal values.
+    """
+    values = np.asarray(x, dtype=float)
+    n, random = values.shape[-1], np.random.default_rng(seed)
+    mean = values.mean(-1)
+    e = random.normal(size=(DRAWS, n)) * np.sqrt((n - 1) / random.chisquare(n - 1, size=(DRAWS, 1)))
+    draws = np.tensordot(e / math.sqrt(n * (n - 1)), values - mean[..., None], (1, -1))
+    return np.concatenate([mean[None], mean + draws])
 
 
 def within(low: float, high: float, bounds: tuple[float, float] | None) -> tuple[float, float]:
