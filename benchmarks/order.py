@@ -3,14 +3,15 @@
     platform study run transfer --profile gpu                        # first: the ladder of all tasks
     python benchmarks/order.py --study transfer:gpu --out order.json # Kendall's tau of each task and size
     python benchmarks/order.py --study transfer:gpu --page docs/transfer.md
+    python benchmarks/order.py --recorded order.json --page docs/transfer.md  # again, without the ledger
 
 Reads the ledger of a study with `scales`. Each task but `--real` at each size is a proxy. Its target is the size of
 `--real` whose compute is nearest to `--times` that of the proxy, as the base's training counts it.
 
-tau is Kendall's tau-b of the arms' mean scores, the base among them. Its interval is a 95% bootstrap, which draws the
-seeds of the proxy and those of the target with replacement, apart from each other. `own` and `ceiling` say how well the
-proxy and the target agree with themselves: each is the median tau between the means of two halves of the seeds. A task
-does not tell the arms apart if this median is near 0.
+`measured` is Kendall's tau-b of the arms' mean scores, the base among them. `tau` is the estimate for the arms' true
+means, with its 95% interval, by `kendall.true_tau`. `own` and `ceiling` say how well the proxy and the target agree
+with themselves: each is the median tau between the means of two halves of the seeds. A task does not tell the arms
+apart if this median is near 0.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kendall import tau, true_tau
 from numpy.typing import NDArray
 
 from deltalab.cli.options import find_study
@@ -34,7 +36,6 @@ from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.reports.report import report
 
 Array = NDArray[np.float64]
-RESAMPLES = 1000
 REGION = re.compile(r"(<!-- order -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -48,7 +49,8 @@ class Order:
         times: The target's compute over the proxy's.
         arms: Number of arms.
         seeds: Number of seeds.
-        tau: Kendall's tau-b of the arms' mean scores.
+        measured: Kendall's tau-b of the arms' mean scores.
+        tau: The estimate of tau-b of the arms' true means; None if either task has no order.
         low: The lower end of tau's interval.
         high: The upper end of tau's interval.
         own: How well the proxy agrees with itself.
@@ -60,31 +62,12 @@ class Order:
     times: float
     arms: int
     seeds: int
-    tau: float
+    measured: float
+    tau: float | None
     low: float
     high: float
     own: float
     ceiling: float
-
-
-def tau(x: Array, y: Array) -> Array:
-    """Kendall's tau-b of each pair of rows [.., n] and [.., n]; 0 if all numbers of a row are equal.
-
-    >>> tau(np.array([1.0, 2.0, 3.0]), np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [1.0, 1.0, 1.0]])).tolist()
-    [1.0, -1.0, 0.0]
-    """
-    above = np.triu_indices(x.shape[-1], 1)
-    of_x, of_y = (np.sign(scores[..., above[0]] - scores[..., above[1]]) for scores in (x, y))
-    size = np.sqrt((of_x != 0).sum(-1) * (of_y != 0).sum(-1))
-    taus: Array = np.divide((of_x * of_y).sum(-1), size, out=np.zeros(np.shape(size)), where=size > 0)
-    return taus
-
-
-def draws(scores: Array, random: np.random.Generator) -> Array:
-    """Means of arms over seeds drawn with replacement [RESAMPLES, arms], for scores [arms, seeds]."""
-    drawn = random.integers(scores.shape[1], size=(RESAMPLES, scores.shape[1]))
-    means: Array = scores[:, drawn].mean(-1).T
-    return means
 
 
 def repeated(scores: Array) -> float:
@@ -101,12 +84,10 @@ def repeated(scores: Array) -> float:
     return float(np.median(tau(first, second)))
 
 
-def orders(scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], real: str, times: float) -> list[Order]:
-    """The order of every proxy.
+def pairs(sizes: Mapping[str, Sequence[Size]], real: str, times: float) -> list[tuple[str, str, float]]:
+    """Every proxy with its target, by label, and the target's compute over the proxy's.
 
     Args:
-        scores: The scores of a task at a size, [arms, seeds], by label. Higher is better, and all have the arms in the
-            same order.
         sizes: The sizes of each task.
         real: The task whose order is to be predicted.
         times: The target's compute over the proxy's, as nearly as the sizes allow.
@@ -116,29 +97,43 @@ def orders(scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], rea
     """
     if real not in sizes:
         raise InputError(f"--real {real}: the study has a whole ladder of {', '.join(sizes) or 'no task'}")
-    results = []
+    found = []
     for task, ladder in sizes.items():
         for size in ladder if task != real else ():
             wanted = math.log(times * size.compute)
             target = min(sizes[real], key=lambda other: abs(math.log(other.compute) - wanted))
-            random = np.random.default_rng(0)
-            x, y = scores[size.label], scores[target.label]
-            drawn = tau(draws(x, random), draws(y, random))
-            results.append(
-                Order(
-                    proxy=size.label,
-                    target=target.label,
-                    times=target.compute / size.compute,
-                    arms=len(x),
-                    seeds=x.shape[1],
-                    tau=float(tau(x.mean(1), y.mean(1))),
-                    low=float(np.quantile(drawn, 0.025)),
-                    high=float(np.quantile(drawn, 0.975)),
-                    own=repeated(x),
-                    ceiling=repeated(y),
-                )
+            found.append((size.label, target.label, target.compute / size.compute))
+    return found
+
+
+def orders(scores: Mapping[str, Array], compared: Sequence[tuple[str, str, float]]) -> list[Order]:
+    """The order of every proxy, those with the highest lower end of tau first.
+
+    Args:
+        scores: The scores of a task at a size, [arms, seeds], by label. Higher is better, and all have the arms in the
+            same order.
+        compared: What `pairs` returns.
+    """
+    results = []
+    for proxy, target, times in compared:
+        x, y = scores[proxy], scores[target]
+        found = true_tau(x, y)
+        results.append(
+            Order(
+                proxy=proxy,
+                target=target,
+                times=times,
+                arms=len(x),
+                seeds=x.shape[1],
+                measured=float(tau(x.mean(1), y.mean(1))),
+                tau=None if math.isnan(found.tau) else found.tau,
+                low=found.low,
+                high=found.high,
+                own=repeated(x),
+                ceiling=repeated(y),
             )
-    return sorted(results, key=lambda order: -order.tau)
+        )
+    return sorted(results, key=lambda order: (-order.low, -order.measured))
 
 
 def measured(store: Store, study_id: int) -> tuple[list[str], dict[str, Array], dict[str, list[Size]]]:
@@ -161,22 +156,21 @@ def measured(store: Store, study_id: int) -> tuple[list[str], dict[str, Array], 
 
 def markdown(results: Sequence[Order]) -> str:
     """The table of orders."""
-    lines = ["| proxy | target | compute | tau | own | ceiling |", "| --- | --- | --- | --- | --- | --- |"]
-    lines += [
-        f"| {order.proxy} | {order.target} | x{order.times:.3g} "
-        f"| {order.tau:+.2f} [{order.low:+.2f}, {order.high:+.2f}] "
-        f"| {order.own:+.2f} | {order.ceiling:+.2f} |"
-        for order in results
-    ]
+    lines = ["| proxy | target | compute | measured | tau | own | ceiling |", "| --- " * 7 + "|"]
+    for order in results:
+        estimate = "no order" if order.tau is None else f"{order.tau:+.2f} [{order.low:+.2f}, {order.high:+.2f}]"
+        lines.append(
+            f"| {order.proxy} | {order.target} | x{order.times:.3g} | {order.measured:+.2f} | {estimate} "
+            f"| {order.own:+.2f} | {order.ceiling:+.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def scores_table(
-    arms: Sequence[str], scores: Mapping[str, Array], sizes: Mapping[str, Sequence[Size]], real: str
-) -> str:
+def scores_table(arms: Sequence[str], scores: Mapping[str, Array], real: str) -> str:
     """Mean and standard deviation over seeds of each arm at the largest size of each task, best on `real` first."""
-    tasks = [real, *(task for task in sizes if task != real)]
-    scores_of_tasks = [scores[sizes[task][-1].label] for task in tasks]
+    largest = {label.partition(".")[0]: of_size for label, of_size in scores.items()}  # Sizes go up.
+    tasks = [real, *(task for task in largest if task != real)]
+    scores_of_tasks = [largest[task] for task in tasks]
     lines = [f"| arm | {' | '.join(tasks)} |", "| --- " * (len(tasks) + 1) + "|"]
     for n in np.argsort(-scores_of_tasks[0].mean(1)):
         cells = (f"{task_scores[n].mean():.3f} ± {task_scores[n].std(ddof=1):.3f}" for task_scores in scores_of_tasks)
@@ -186,7 +180,9 @@ def scores_table(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", required=True, help="NAME, NAME:PROFILE or the id")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--study", help="NAME, NAME:PROFILE or the id")
+    source.add_argument("--recorded", type=Path, help="a JSON file that --out wrote")
     parser.add_argument("--db", help="a file or URL; ./deltalab.db by default")
     parser.add_argument("--real", default="real_text", help="the task whose order is to be predicted")
     parser.add_argument("--times", type=float, default=16.0)
@@ -196,19 +192,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     try:
-        with Store.open(options.db, create=False) as store:
-            arms, scores, sizes = measured(store, find_study(store, options.study, None).id)
-        results = orders(scores, sizes, options.real, options.times)
+        if options.recorded:
+            record = json.loads(options.recorded.read_text())
+            study, real, times = (record[key] for key in ("study", "real", "times"))
+            arms = [*next(iter(record["scores"].values()))]
+            scores = {at: np.array([*of_arms.values()]) for at, of_arms in record["scores"].items()}
+            compared = [tuple(order[key] for key in ("proxy", "target", "times")) for order in record["orders"]]
+        else:
+            study, real, times = options.study, options.real, options.times
+            with Store.open(options.db, create=False) as store:
+                arms, scores, sizes = measured(store, find_study(store, study, None).id)
+            compared = pairs(sizes, real, times)
     except InputError as error:
         parser.error(str(error))
-    text = markdown(results) + "\n" + scores_table(arms, scores, sizes, options.real)
+    results = orders(scores, compared)
+    text = markdown(results) + "\n" + scores_table(arms, scores, real)
     if options.out:
-        record: dict[str, Any] = {"study": options.study, "real": options.real, "times": options.times}
-        record["orders"] = [asdict(result) for result in results]
-        record["scores"] = {
+        made: dict[str, Any] = {"study": study, "real": real, "times": times}
+        made["orders"] = [asdict(result) for result in results]
+        made["scores"] = {
             at: dict(zip(arms, arm_scores.round(4).tolist(), strict=True)) for at, arm_scores in scores.items()
         }
-        options.out.write_text(json.dumps(record) + "\n")
+        options.out.write_text(json.dumps(made) + "\n")
     if options.page:
         page = options.page.read_text(encoding="utf-8")
         options.page.write_text(REGION.sub(lambda region: region[1] + text + region[2], page), encoding="utf-8")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltalab.study.statistics.intervals import mean_interval, share_learned, within
+from deltalab.study.statistics.intervals import mean_interval, share_learned, student_draws, within
 
 
 def test_mean_interval_by_hand() -> None:
@@ -62,3 +62,22 @@ def test_all_and_none_learned() -> None:
     assert share_learned([0.9] * 6, 0.5).low == pytest.approx(0.025 ** (1 / 6))
     assert share_learned(np.zeros(6), 0.5).low == 0
     assert share_learned([0.5], 0.5).learned == 0, "half way is not past it"
+
+
+@pytest.mark.parametrize("seeds", [2, 4, 9])
+def test_draws_of_a_sum_of_means_are_spread_as_its_t_interval(seeds: int) -> None:
+    x = np.random.default_rng(seeds).normal(size=(2, 3, seeds))
+    weights = np.array([[1.0, -2.0, 0.5], [-1.0, 1.0, 0.0]])
+    draws = student_draws(x)
+    assert draws[0] == pytest.approx(x.mean(-1))
+    sums = (draws * weights).sum((1, 2))
+    expected = mean_interval((x * weights[..., None]).sum((0, 1)))
+    low, high = np.quantile(sums[1:], (0.025, 0.975))
+    assert high - low == pytest.approx(expected.high - expected.low, rel=0.15)
+    assert (low + high) / 2 == pytest.approx(expected.mean, abs=0.1 * (high - low))
+
+
+def test_draws_with_another_seed_are_independent() -> None:
+    x = np.arange(5.0)
+    first, second = student_draws(x), student_draws(x, seed=1)
+    assert abs(np.corrcoef(first[1:], second[1:])[0, 1]) < 0.1
