@@ -229,9 +229,16 @@ def calibration_goals() -> list[str]:
             rows.append(
                 [name, "1", judged(row["ratio"], 0.67, least=False, digits=3) if has_goal else f"{row['ratio']:.3f}"]
             )
+    for row in results["extrapolation"]:
+        name = f"coverage of a ladder's prediction, {row['seeds']} seeds, {row['noise']}"
+        rows.append([name, f"{row['bootstrap']:.3f}", judged(row["agrees"], 0.94, least=True, digits=3)])
+    settings = [row for row in results["transfer_tau"] if (row["apart"], row["seeds"]) == (1, 6)]
+    for row in settings:
+        name = f"coverage of Kendall's tau {row['tau']:.2f}, 6 seeds, arms 1 sd apart"
+        rows.append([name, f"{row['bootstrap_coverage']:.3f}", judged(row["coverage"], 0.92, least=True, digits=3)])
     checked = results["checked"]
     rows.append([f"of {checked['rows']:,} rows, contradict", "", str(checked["contradictions"])])
-    return table(["", "one choice, separate tests", "now"], rows)
+    return table(["", "before: one choice, separate tests; bootstraps", "now"], rows)
 
 
 def effects(row: dict[str, Any]) -> str:
@@ -449,6 +456,35 @@ def calibration_of_looks() -> list[str]:
     return table([*header, "runs, sequential over fixed"], rows)
 
 
+def calibration_of_ladders() -> list[str]:
+    """Lists how often the intervals of a ladder hold the truth."""
+    shares = ("bootstrap", "agrees", "predicted", "measured", "a", "b", "c")
+    rows = [
+        [row["noise"], str(row["seeds"])]
+        + [f"{row[key]:.3f}" for key in shares]
+        + [f"{row[key]:.2f}" for key in ("bootstrap_width", "width")]
+        for row in load("calibration")["extrapolation"]
+    ]
+    header = ["noise", "seeds", "predicted minus measured, bootstrap", "now", *shares[2:]]
+    return table([*header, "width, bootstrap", "now"], rows)
+
+
+def calibration_of_tau() -> list[str]:
+    """Lists bias, coverage and width of Kendall's tau, by bootstrap and now, over the numbers of seeds."""
+    cells: dict[tuple[float, float], list[dict[str, float]]] = {}
+    for row in load("calibration")["transfer_tau"]:
+        cells.setdefault((row["tau"], row["apart"]), []).append(row)
+    rows = []
+    for (tau, apart), members in cells.items():
+        means = {key: sum(row[key] for row in members) / len(members) for key in members[0]}
+        figures = (
+            f"{means[f'{when}bias']:+.2f} / {means[f'{when}coverage']:.3f} / {means[f'{when}width']:.2f}"
+            for when in ("bootstrap_", "")
+        )
+        rows.append([f"{tau:.2f}", f"{apart:g} sd", *figures])
+    return table(["true tau", "sd of the true means", "bias / coverage / width, bootstrap", "now"], rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     make.__name__: make
     for make in (
@@ -471,6 +507,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         calibration_of_constants,
         calibration_by_distribution,
         calibration_of_looks,
+        calibration_of_ladders,
+        calibration_of_tau,
     )
 }
 
