@@ -166,7 +166,7 @@ def test_the_state_grows_only_with_attention(pair):
     ]
     # The last token that is generated is never read.
     assert [cache.get_seq_length() for cache in held] == [8, 16]
-    assert [cache.numel() for cache in held] == [2 * ours.state_size(8), 2 * ours.state_size(16)]
+    assert [cache.numel() for cache in held] == [2 * sum(ours.cache_size(8)), 2 * sum(ours.cache_size(16))]
     assert (held[0].numel() == held[1].numel()) != any(rule.name == "attention" for rule in ours.spec.rules())
 
 
@@ -321,13 +321,15 @@ def test_the_folder_says_what_it_holds(tmp_path):
     assert config["rule"]["beta"] == {"sigmoid": {"max": 1.0}}
     assert config["provenance"] == {"study": "a|b", "seeds": [1, 2]}
     readme = (tmp_path / "out/README.md").read_text()
-    assert f"The state of one sequence is {ours.state_size(3):,} numbers, however long" in readme
+    assert f"The state of one sequence is {sum(ours.cache_size(3)):,} numbers, however long" in readme
     assert r"| study | a\|b |" in readme
     assert "S_t = alpha_t (I - 2 b beta_t k_t k_t^T) S_{t-1}" in readme
     hybrid = trained(**MODELS["hybrid"])
     export_hf(hybrid.spec, hybrid.state_dict(), tmp_path / "hybrid", provenance={})
     readme = (tmp_path / "hybrid/README.md").read_text()
-    assert f"grows with it, as attention remembers every token: {hybrid.state_size(32):,} numbers after 32" in readme
+    assert (
+        f"grows with it, as attention remembers every token: {sum(hybrid.cache_size(32)):,} numbers after 32" in readme
+    )
     assert "The layers, from first to last: comba, attention.\n" in readme
     windowed = trained(**MODELS["hybrid"], window=4)
     export_hf(windowed.spec, windowed.state_dict(), tmp_path / "windowed", provenance={})

@@ -101,7 +101,7 @@ def test_no_position_sees_a_later_token(given: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("given", MODELS.values(), ids=MODELS)
-def test_state_size_is_that_of_the_tensors_held(given: dict[str, object]) -> None:
+def test_cache_size_is_that_of_the_tensors_held(given: dict[str, object]) -> None:
     model = built(**given)
     with torch.no_grad():
         _, cache = model.step(tokens(11, batch=1))
@@ -114,12 +114,16 @@ def test_state_size_is_that_of_the_tensors_held(given: dict[str, object]) -> Non
         assert isinstance(held, list | tuple)
         return sum(map(elements, held))
 
-    assert model.state_size(11) == elements(cache)
+    size = model.cache_size(11)
+    assert sum(size) == elements(cache)
+    assert size.conv == sum(elements((layer.conv, layer.place, layer.last)) for layer in cache)
+    grows = sum(model.cache_size(12)) > sum(size)
+    assert size.kv > 0 or not grows
 
 
 @pytest.mark.slow
 def test_only_full_attention_remembers_more_the_longer_it_reads() -> None:
-    sizes = {name: [built(**given).state_size(n) for n in (8, 16)] for name, given in MODELS.items()}
+    sizes = {name: [sum(built(**given).cache_size(n)) for n in (8, 16)] for name, given in MODELS.items()}
     assert {name for name, (short, long) in sizes.items() if short != long} == {
         "attention",
         "forgetting_attention",

@@ -76,7 +76,10 @@ def test_metrics_are_at_evenly_spaced_steps_and_the_test_split_at_the_end_alone(
         ("train", "loss"): [3, 6, 9, 12],
         **{("validation", name): [3, 6, 9, 12] for name in ("accuracy", "loss", "output_rms")},
         **{("test", name): [12] for name in ("accuracy", "loss", "output_rms")},
-        **{("cost", name): [12] for name in ("flops_per_token", "state_size")},
+        **{
+            ("cost", name): [12]
+            for name in ("flops_per_token", "state_size", "kv_cache", "conv_cache", "dead_parameters")
+        },
     }
     assert not any(split == "test" for split, *_ in train(TASK, TINY, SPEC, [1]).runs[0].metrics)
 
@@ -436,7 +439,8 @@ def test_cost_is_that_of_the_model() -> None:
         assert run.final("cost", "state_size") == result.state_size
         assert run.final("cost", "flops_per_token") > 2 * 16 * (3 * 16 + 2 * 16)  # q, k, v; gate and output
     assert result.parameters == sum(value.numel() for value in result.runs[0].weights.values())
-    assert result.state_size == 16 * 16 + 3 * 48
+    assert result.state_size == 16 * 16
+    assert result.runs[0].final("cost", "conv_cache") == 3 * 48
     assert result.tokens_per_second > 0
     assert result.hardware["device"] == "CPU, 1 thread(s)"
 

@@ -135,8 +135,10 @@ def _columns(table: TaskTable, costs: bool) -> list[Column]:
     A table of the stage `tune` shows the tuned values even if `costs` is false.
     """
     if costs:
-        return columns("name", "answer", "cost", "tuned")
-    return columns("name", "answer", "tuned") if table.split == "validation" else columns("name", "answer")
+        return columns(table, "name", "answer", "cost", "tuned")
+    if table.split == "validation":
+        return columns(table, "name", "answer", "tuned")
+    return columns(table, "name", "answer")
 
 
 def _in_order(columns: list[Column]) -> list[Column]:

@@ -12,7 +12,7 @@ from deltalab.store import Store, Study
 from deltalab.store.studies import shelf
 from deltalab.store.studies.shelf import ListedStudy
 from deltalab.study.answers.rows import Row, TaskTable
-from deltalab.study.reports.columns import cells, headers
+from deltalab.study.reports.columns import cells, columns, headers
 from deltalab.study.reports.report import Report
 from deltalab.study.reports.study_diff import SettingDiff, Side, StudyDiff, arm_diff, side_of_study, study_diff
 from deltalab.study.specs.setting_text import setting_text
@@ -195,7 +195,7 @@ def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, st
         assert choice.arm is not None
         row = choice.row(task, choice.arm)
         table = choice.table(task)
-        both.append(dict(zip(headers(table), cells(row), strict=True)) if row else {})
+        both.append(dict(zip(headers(table), cells(row, columns(table)), strict=True)) if row else {})
     for name in dict.fromkeys([*both[0], *both[1]]):
         if name != "arm" and any(figures.get(name) for figures in both):
             yield {"figure": name, left.name: both[0].get(name, ""), right.name: both[1].get(name, "")}
@@ -208,7 +208,7 @@ def arm_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]
         table = choice.table(task)
         names = [table.metric, "difference", "verdict"]
         for row in table.rows:
-            figures = dict(zip(headers(table), cells(row), strict=True))
+            figures = dict(zip(headers(table), cells(row, columns(table)), strict=True))
             line = lines.setdefault(row.arm, {"arm": row.arm})
             line |= {f"{name}, id {choice.study.id}": figures[name] for name in names}
     names = list(dict.fromkeys(name for line in lines.values() for name in line))

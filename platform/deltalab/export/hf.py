@@ -208,7 +208,7 @@ model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
 
 `recipe.yaml` says how to train it, and where each number comes from. {tokens}"""
     length = max(getattr(rule, "window", 0) for rule in model.spec.rules()) + 32
-    short, long = model.state_size(length), model.state_size(2 * length)
+    short, long = sum(model.cache_size(length)), sum(model.cache_size(2 * length))
     state = (
         f"The state of one sequence is {short:,} numbers, however long the sequence."
         if short == long

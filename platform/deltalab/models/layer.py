@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,36 @@ from deltalab.ops.rotary import angles, rotate
 from deltalab.ops.scan import BACKENDS, apart, joined, scan
 from deltalab.registry import get_rule
 from deltalab.rule import State, UpdateRule
+
+
+class CacheSize(NamedTuple):
+    """The elements that a layer or a model holds between tokens, by what they are for.
+
+    Attributes:
+        recurrent: The state of the rule and its carry, as far as no token makes them larger.
+        kv: The parts of the rule's state that begin empty and grow with the tokens, such as the keys and values of
+            attention. A window ends their growth.
+        conv: The inputs that the convolution and the token shift read again, and the number of tokens that RoPE counts.
+    """
+
+    recurrent: int
+    kv: int
+    conv: int
+
+    @property
+    def state(self) -> int:
+        """The elements of the rule's memory, without the inputs that the layer keeps around the rule."""
+        return self.recurrent + self.kv
+
+    @classmethod
+    def summed(cls, sizes: "Iterable[CacheSize]") -> "CacheSize":
+        """Returns the sum of sizes.
+
+        Examples:
+            >>> CacheSize.summed([CacheSize(1, 2, 3), CacheSize(1, 0, 1)])
+            CacheSize(recurrent=2, kv=2, conv=4)
+        """
+        return cls(*map(sum, zip((0, 0, 0), *sizes, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -461,6 +491,19 @@ class RuleLayer(Started):
             tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
         last = x.new_zeros(len(tail), 0, x.shape[2]) if self.shift is None else tail_of(x, None, 1, packed)
         return self.out(self.norm(o, gate)), LayerCache(tail, state, self._places(x, cache, packed), last, apart_states)
+
+    def cache_size(self, cache: LayerCache) -> CacheSize:
+        """Returns the number of elements in a cache, by what they are for. They sum up to `cache.numel()`."""
+        heads = self.channels.v_heads if self.rule.grouped else self.heads
+        empty = self.rule.start(*(cache.conv.new_empty(1, 1, heads, width) for width in (self.key_dim, self.value_dim)))
+        recurrent = kv = 0
+        for state in cache.apart or (cache.state,):
+            for part, before in zip(state, empty, strict=True):
+                if part.shape[1:] == before.shape[1:]:
+                    recurrent += part.numel()
+                else:
+                    kv += part.numel()
+        return CacheSize(recurrent, kv, cache.numel() - recurrent - kv)
 
     def _check(self, x: Tensor) -> None:
         width = self.qkv.in_features

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError
 from deltalab.models.graphs import BlockGraphs
-from deltalab.models.layer import LayerCache, RuleLayer
+from deltalab.models.layer import CacheSize, LayerCache, RuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear, widening
 from deltalab.ops.backends import automatic
@@ -356,11 +356,13 @@ class Model(Started):
             return hidden
         return hidden * self.spec.tied_factor
 
-    def state_size(self, length: int) -> int:
+    def cache_size(self, length: int) -> CacheSize:
         """Returns the number of elements that all layers hold for one sequence after `length` tokens."""
         with torch.no_grad():
-            _, cache = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
-        return sum(layer.numel() for layer in cache)
+            _, caches = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
+        return CacheSize.summed(
+            cast(Block, block).mixer.cache_size(cache) for block, cache in zip(self.blocks, caches, strict=True)
+        )
 
 
 def _check_tokens(tokens: Tensor) -> None:

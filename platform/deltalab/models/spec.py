@@ -1,5 +1,6 @@
 """A model as data: its rule, its sizes and the layout of its layers."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -239,6 +240,13 @@ class ModelSpec:
             if (other := self.at(layer).make_rule()) not in rules:
                 rules.append(other)
         return rules
+
+    def kinds(self) -> list[tuple[int, "ModelSpec"]]:
+        """Lists the different blocks: how many there are, and a model of such blocks alone, with a vocabulary of 1."""
+        blocks = [replace(self.at(layer), vocab_size=1) for layer in range(self.depth)]
+        alike = {repr(block): block for block in blocks}
+        counts = Counter(map(repr, blocks))
+        return [(counts[key], block) for key, block in alike.items()]
 
     def at(self, layer: int) -> "ModelSpec":
         """Returns the specification of a model in which every block is like the block of `layer`, counted from 0."""

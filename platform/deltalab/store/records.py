@@ -76,7 +76,8 @@ class TrialRecord:
         rule: The rule, with the source that ran.
         error: The traceback of a failed trial, or the reason of an infeasible one.
         parameters: The number of parameters of the model.
-        state_size: The number of elements of the model's state.
+        state_size: The number of elements of the model's state, KV caches too. A trial of a release that did not record
+            the cost `conv_cache` counts the inputs of its convolution as well.
         tokens_per_second: The speed of training.
         hardware: The hardware on which the trial ran.
         runs: The outcome of each seed.

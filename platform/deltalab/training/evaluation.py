@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model
 from deltalab.tasks import IGNORE, Batch, Task
 from deltalab.training.beat import Beat, unheard
@@ -107,19 +108,22 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
     """Returns the costs of using a model on `length` tokens, which depend neither on its weights nor on its device.
 
     The cost `flops_per_token` counts the matrix products of a forward pass, without embedding and logits; the products
-    of a scan are those of its chunks. The cost `state_size` counts the elements that are held for one sequence.
+    of a scan are those of its chunks. The cost `state_size` counts the elements of the rule's memory of one sequence,
+    and `kv_cache` those of them that grow with the sequence. `conv_cache` counts what is held beside the memory: see
+    `CacheSize`. `dead_parameters` counts the parameters that do nothing.
 
     Args:
         model: The model.
         length: The tokens of the sequence.
         step: The step that is recorded with the costs.
     """
+    dead = "cost", "dead_parameters", step, float(dead_parameters(model.spec, length))
     if not model.embed.weight.is_cuda:
-        return _counted(model, length, step)
+        return [*_counted(model, length, step), dead]
     try:
-        return counted_without_numbers(model, length, step)
+        return [*counted_without_numbers(model, length, step), dead]
     except Exception:  # a rule may read values, which tensors on `meta` do not have
-        return _counted(model, length, step)
+        return [*_counted(model, length, step), dead]
 
 
 def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric]:
@@ -134,6 +138,11 @@ def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric
 def _counted(model: Model, length: int, step: int) -> list[Metric]:
     # Count with the plain attention: other attentions of a CPU hide their products from the counter.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        size = model.state_size(length)
-    flops = counter.get_total_flops() / length
-    return [("cost", "flops_per_token", step, flops), ("cost", "state_size", step, float(size))]
+        size = model.cache_size(length)
+    found = {
+        "flops_per_token": counter.get_total_flops() / length,
+        "state_size": size.state,
+        "kv_cache": size.kv,
+        "conv_cache": size.conv,
+    }
+    return [("cost", name, step, float(value)) for name, value in found.items()]

@@ -58,7 +58,7 @@ class TrialResult:
     Attributes:
         runs: The result of each seed.
         parameters: The number of the model's parameters.
-        state_size: The elements that the model holds after a whole sequence.
+        state_size: The elements of the model's memory after a whole sequence: the state of its rules, KV caches too.
         tokens_per_second: The tokens of all seeds that were trained in a second.
         hardware: The hardware and software, and the settings for speed, by name.
     """

@@ -84,7 +84,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameters_and_state_are_those_of_the_whole_model(model: ModelSpec, length: int) -> None:
     network, found = build_model(model), CostCounter().costs(model, length)
     assert found.parameters == sum(p.numel() for p in network.parameters())
-    assert found.state_size == network.state_size(length)
+    assert found.cache == network.cache_size(length)
 
 
 def test_equal_blocks_are_counted_once() -> None:

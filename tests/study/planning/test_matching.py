@@ -1,6 +1,5 @@
 """An arm that matches the base has its state, parameters or flops within 2%, or the study is refused in one line."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from deltalab.registry import add_plugin
 from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.matching import _amounts_near
-from deltalab.study.planning.model_costs import CostCounter, ModelCosts, uneven
+from deltalab.study.planning.model_costs import CostCounter, ModelCosts
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.running.run import arm_records
 from deltalab.study.specs.json_schema import schema
@@ -226,12 +225,3 @@ def test_a_rule_that_does_not_run_is_named(plan: Callable[..., Plan]) -> None:
 
 def test_the_schema_describes_a_match() -> None:
     assert [*schema()["$defs"]["Match"]["properties"]] == ["state", "parameters", "flops", "scale"]
-
-
-def test_a_quantity_of_the_arm_alone_is_infinitely_uneven() -> None:
-    assert uneven(ModelCosts(100, 0, 50.0), ModelCosts(105, 0, 47.6)) == []
-    assert uneven(ModelCosts(100, 0, 50.0), ModelCosts(106, 8, 47.4)) == [
-        ("state", math.inf),
-        ("parameters", 1.06),
-        ("flops", 0.948),
-    ]

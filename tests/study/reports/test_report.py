@@ -15,7 +15,7 @@ from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import Stage
 from deltalab.study.answers.rows import Row
-from deltalab.study.reports.columns import cells
+from deltalab.study.reports.columns import cells, columns
 from deltalab.study.reports.report import Report, report
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -195,7 +195,7 @@ def test_no_width_loses_anything(report_of_any_size: Report, width: int) -> None
     assert "\u2026" not in shown
     for table in report_of_any_size.tables:
         for row in table.rows:
-            for cell in cells(row):
+            for cell in cells(row, columns(table)):
                 for number in re.findall(r"[-+]?\d[\d,.]*\d", cell.replace(row.arm, "")):
                     assert number in shown, f"{row.arm} lacks {number}"
 
@@ -298,7 +298,7 @@ def test_an_arm_that_always_diverges_is_worse(store: Store) -> None:
     for at, worst in enumerate((1 / 64, 8.0)):
         row = rows(found, at)["bad"]
         assert (row.verdict, row.score.mean, row.score.missing) == ("worse", worst, 8)
-        assert cells(row)[1] == "0 of 8, 8 runs diverged"
+        assert cells(row, columns(found.tables[at]))[1] == "0 of 8, 8 runs diverged"
     assert "bad: 8 of 8 seeds did not finish; each counts as the worst outcome of its seed." in found.tables[0].notes
 
 
@@ -326,7 +326,7 @@ def test_each_seed_is_scored_by_the_candidate_that_others_prefer(store: Store) -
     assert a.difference is not None
     assert (a.difference.mean, a.verdict) == (pytest.approx(0.05), "better")
     assert (base.state_size, base.seconds) == (2048, 20)
-    assert cells(base)[-1] == "train.lr=0.01 (4 of 8 seeds)"
+    assert cells(base, columns(found.tables[0], "tuned"))[0] == "train.lr=0.01 (4 of 8 seeds)"
     assert "Expected score with 1 to 2 candidates: base 0.650, 0.550; A 0.700, 0.600." in found.tables[0].notes
     assert (
         "The best train.lr of base, A is the lowest that was tried, 0.01: these arms may do better beyond it "

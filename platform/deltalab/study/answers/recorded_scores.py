@@ -12,6 +12,8 @@ from deltalab.study.statistics.seed_choice import Run, Scores
 
 BACKWARD = 3
 """The operations of a training step, divided by the operations of its forward pass."""
+RECORDED_COSTS = ("flops_per_token", "kv_cache", "conv_cache", "dead_parameters")
+"""Costs that are metrics in the ledger. Early releases recorded the first alone."""
 
 
 def scores_by_task(store: Store, study: Study) -> dict[str, Scores]:
@@ -40,7 +42,7 @@ class RecordedScores:
         metrics = {task.metric for task in self.tasks.values()}
         if self.spec.is_ladder:
             metrics.add("loss")  # ladders fit the loss
-        wanted = {*product(("validation", "test"), metrics), ("cost", "flops_per_token")}
+        wanted = {*product(("validation", "test"), metrics), *(("cost", cost) for cost in RECORDED_COSTS)}
         for final in store.final_metrics(study.id, metrics=wanted):
             if final.run_state == "done":
                 values = self.finals.setdefault(final.trial, {})

@@ -10,7 +10,7 @@ from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.rows import Interaction, Row
 from deltalab.study.answers.sensitivity import range_end_notes, sweep
 from deltalab.study.answers.wording import format_interval, format_p
-from deltalab.study.planning.model_costs import UNEVEN
+from deltalab.study.planning.model_costs import UNEVEN, dead_parameters_text
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.specs.setting_text import settings_text
 from deltalab.study.statistics.joint_test import ALPHA, Outcome, smallest_p
@@ -36,6 +36,7 @@ def table_warnings(rows: list[Row], task: RecordedTask, ledger: RecordedScores, 
         *_base_at_an_end(base, task),
         *range_end_notes([sweep(row.arm, task, ledger, scores) for row in rows], ledger.spec),
         *_uneven(rows, base),
+        *_dead(rows),
     ]
 
 
@@ -89,6 +90,12 @@ def _uneven(rows: list[Row], base: Row) -> Iterator[str]:
             yield f"{row.arm} has {', '.join(apart)} of the base."
 
 
+def _dead(rows: list[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.parameters and (text := dead_parameters_text(row.arm, row.dead_parameters or 0, row.parameters)):
+            yield text
+
+
 def table_notes(
     rows: list[Row],
     front: list[str],
@@ -114,6 +121,7 @@ def table_notes(
             f"sum (p {format_p(pair.difference.p)}, exact, not corrected)."
             for pair in interactions
         ),
+        *_about_states(rows),
         *_about_times(trials),
     ]
 
@@ -144,6 +152,14 @@ def _about_budgets(rows: list[Row]) -> Iterator[str]:
         expected = (f"{row.arm} {', '.join(f'{score:.3f}' for score in row.by_budget)}" for row in budgets)
         most = max(len(row.by_budget) for row in budgets)
         yield f"Expected score with 1 to {most} candidates: {'; '.join(expected)}."
+
+
+def _about_states(rows: list[Row]) -> Iterator[str]:
+    if any(row.state_size is not None and row.conv_cache is None for row in rows):
+        yield (
+            "State counts the convolution's cache and KV caches too: some trials were recorded by a release that did "
+            "not tell them apart."
+        )
 
 
 def _about_times(trials: list[TrialRow]) -> Iterator[str]:

@@ -27,8 +27,11 @@ class Row:
         learned: The share of seeds that learned the task; None if all seeds of the table did.
         seconds: The training time of all trials of the arm.
         microseconds_per_token: The training time of one token.
-        state_size: The elements of the recurrent state.
+        state_size: The elements of the rules' memory, KV caches too.
+        kv_cache: How many of them grow with the sequence; None if the ledger does not say.
+        conv_cache: The elements that are held beside the memory, for the convolution; None if `state_size` counts them.
         parameters: The number of parameters.
+        dead_parameters: How many of them do nothing; None if the ledger does not say.
         flops_per_token: The operations of matrix products for one token of the forward pass.
         tuned: The values that are best on validation over all seeds.
         chose: How many seeds, each by the validation scores of the others, took the values in `tuned`.
@@ -49,7 +52,10 @@ class Row:
     seconds: float | None
     microseconds_per_token: float | None
     state_size: int | None
+    kv_cache: int | None
+    conv_cache: int | None
     parameters: int | None
+    dead_parameters: int | None
     flops_per_token: float | None
     tuned: dict[str, Any]
     chose: int
@@ -57,6 +63,11 @@ class Row:
     by_seed: dict[int, float] = field(default_factory=dict)
     one_setting: Interval | None = None
     seeds_needed: int | None = None
+
+    @property
+    def recurrent_state(self) -> int | None:
+        """The elements of the memory that no token adds to; all that is held if the ledger does not tell them apart."""
+        return None if self.state_size is None else self.state_size - (self.kv_cache or 0)
 
 
 @dataclass(frozen=True)

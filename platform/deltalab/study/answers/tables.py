@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 from deltalab.store import Arm, TrialRow
-from deltalab.study.answers.recorded_scores import RecordedScores
+from deltalab.study.answers.recorded_scores import RECORDED_COSTS, RecordedScores
 from deltalab.study.answers.remarks import table_notes, table_warnings
 from deltalab.study.answers.rows import NO_DIFFERENCE, SPLIT, Interaction, Row, TaskTable
 from deltalab.study.specs.recorded_study import RecordedTask
@@ -40,6 +40,7 @@ def comparison_table(
         outcomes: The test's outcome for each arm but the base, by the arm's name.
     """
     rows = [_row(arm, task, ledger, scores, outcomes.get(arm.name)) for arm in arms]
+    rows = _counted_alike(rows)
     if task.limit is not None:
         rows = _with_learned(rows, scores, (scores.chance + task.limit) / 2)
     interactions = [*_interactions(arms, scores)]
@@ -70,7 +71,7 @@ def tuning_table(task: RecordedTask, arms: Sequence[Arm], ledger: RecordedScores
         maximize=task.maximize,
         chance=task.chance,
         split=SPLIT["tune"],
-        rows=[_tuning_row(arm, task, ledger) for arm in arms],
+        rows=_counted_alike([_tuning_row(arm, task, ledger) for arm in arms]),
         front=[],
         interactions=[],
         warnings=[],
@@ -99,14 +100,31 @@ def _tuning_row(arm: Arm, task: RecordedTask, ledger: RecordedScores) -> Row:
 
 def _costs(trial: TrialRow | None, trials: Sequence[TrialRow], ledger: RecordedScores) -> dict[str, Any]:
     """The costs in an arm's row. The seconds are summed over `trials`; every other cost comes from `trial`."""
-    flops = ledger.finals.get(trial.key, {}).get(("cost", "flops_per_token"), {}) if trial else {}
+    finals = ledger.finals.get(trial.key, {}) if trial else {}
+    recorded = {name: next(iter(finals.get(("cost", name), {}).values()), None) for name in RECORDED_COSTS}
     return {
         "seconds": math.fsum(trial.seconds for trial in trials) if trials else None,
         "microseconds_per_token": 1e6 / trial.tokens_per_second if trial and trial.tokens_per_second else None,
         "state_size": trial.state_size if trial else None,
         "parameters": trial.parameters if trial else None,
-        "flops_per_token": next(iter(flops.values()), None),
+        "flops_per_token": recorded.pop("flops_per_token"),
+        **{name: None if value is None else int(value) for name, value in recorded.items()},
     }
+
+
+def _counted_alike(rows: list[Row]) -> list[Row]:
+    """The rows with states that count the same.
+
+    Early releases recorded one number for all that is held. Where a row has only that, every row gets it.
+    """
+    if all(row.conv_cache is not None for row in rows if row.state_size is not None):
+        return rows
+    return [
+        row
+        if row.state_size is None
+        else replace(row, state_size=row.state_size + (row.conv_cache or 0), kv_cache=None, conv_cache=None)
+        for row in rows
+    ]
 
 
 def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, outcome: Outcome | None) -> Row:

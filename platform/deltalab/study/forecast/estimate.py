@@ -16,11 +16,12 @@ from rich.text import Text
 
 from deltalab.authoring import verdict
 from deltalab.errors import InputError
+from deltalab.models.dead_parameters import dead_parameters
 from deltalab.reading import pairs
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.power import Spread, detectable
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
-from deltalab.study.planning.model_costs import CostCounter, ModelCosts
+from deltalab.study.planning.model_costs import CostCounter, ModelCosts, dead_parameters_text
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.ladder_sizes import learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedSpec
@@ -43,7 +44,10 @@ class ArmCost:
         arm: The arm's name.
         change: What the arm changes in the base, in words.
         parameters: How many elements are trained.
-        state_size: How many elements the model holds for one sequence.
+        dead_parameters: How many of them do nothing.
+        state_size: The elements of the rules' memory of one sequence, KV caches too.
+        kv_cache: How many of them grow with the sequence.
+        conv_cache: The elements that are held beside the memory, which the convolution reads again.
         seconds: The time of all trials of the arm, one after another; None if the time is not known.
     """
 
@@ -51,7 +55,10 @@ class ArmCost:
     arm: str
     change: str
     parameters: int
+    dead_parameters: int
     state_size: int
+    kv_cache: int
+    conv_cache: int
     seconds: float | None
 
 
@@ -124,12 +131,13 @@ class Estimate:
     def to_rich(self) -> Group:
         """Lays the estimate out for a terminal."""
         table = Table(box=None, pad_edge=False)
-        for column in ("task", "arm", "change to the base", "parameters", "state", "time"):
+        more = {"KV cache": "kv_cache", "conv cache": "conv_cache"}
+        more = {head: key for head, key in more.items() if any(getattr(arm, key) for arm in self.arms)}
+        for column in ("task", "arm", "change to the base", "parameters", "state", *more, "time"):
             table.add_column(column, overflow="fold")
         for arm in self.arms:
-            table.add_row(
-                arm.task, arm.arm, arm.change, f"{arm.parameters:,}", f"{arm.state_size:,}", duration(arm.seconds)
-            )
+            sizes = [arm.parameters, arm.state_size - arm.kv_cache, *(getattr(arm, key) for key in more.values())]
+            table.add_row(arm.task, arm.arm, arm.change, *(f"{size:,}" for size in sizes), duration(arm.seconds))
         time = (
             "for a time that is unknown"
             if self.seconds is None
@@ -216,10 +224,13 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
                 or not key.startswith("rule.")  # Another rule need not have every knob of the base's.
             ),
             parameters=cost.parameters,
-            state_size=cost.state_size,
+            dead_parameters=dead,
+            state_size=cost.cache.state,
+            kv_cache=cost.cache.kv,
+            conv_cache=cost.cache.conv,
             seconds=None if step is None else runs * step * _steps(training),
         )
-        for arm, cost, training, step in zip(plan.arms, costs, trainings, times.steps, strict=True)
+        for arm, (cost, dead), training, step in zip(plan.arms, costs, trainings, times.steps, strict=True)
     ]
     whole = [arm.seconds for arm in arms if arm.seconds is not None]
     seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
@@ -249,6 +260,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         notes=(
             *_searched(plan),
             *plan.notes,
+            *_dead(arms),
             *_extended(plan),
             *_one_rate(plan),
             *_passes(trainings),
@@ -256,6 +268,12 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         ),
         overrides=plan.overrides,
     )
+
+
+def _dead(arms: list[ArmCost]) -> list[str]:
+    """Notes on arms with parameters that do nothing. An arm with as many on each task is named once."""
+    notes = (dead_parameters_text(arm.arm, arm.dead_parameters, arm.parameters) for arm in arms)
+    return list(dict.fromkeys(filter(None, notes)))
 
 
 def _not_checked(plan: Plan) -> list[str]:
@@ -278,7 +296,8 @@ def _searched(plan: Plan) -> list[str]:
     space += f", of which {conditional} exist only beside others" if conditional else ""
     space += f"; {search.whole:,} candidates, all tried" if search.enumerated else ""
     if search.match:
-        space += f"; each candidate is as large as the base in {search.match.quantity}, by its {search.match.dimension}"
+        scaled = " and ".join(f"{quantity}, by its {path}" for quantity, path in search.match.dimensions.items())
+        space += f"; each candidate is as large as the base in {scaled}"
     space += "".join(f"; {quantity} {bound}" for quantity, bound in search.constrain.bounds.items())
     weighed = ", ".join(f"{objective} ({'more' if objective.maximize else 'less'})" for objective in plan.objectives)
     lines = [f"{space}.", f"search: weighs {weighed}."]
@@ -312,15 +331,15 @@ def _extended(plan: Plan) -> list[str]:
     return ["tune.extend may add candidates, which are not counted here, where a best value is at the end of a range."]
 
 
-def _counted(plan: Plan) -> tuple[list[ModelCosts], list[Training]]:
-    """Returns the model costs and the training of each arm."""
+def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int]], list[Training]]:
+    """Returns the model costs, the number of dead parameters and the training of each arm."""
     counter, costs, trainings = CostCounter(), [], []
     for arm in plan.arms:
         task = plan.tasks[arm.task]
         model, spec = plan.job(arm, "confirm", 0, {}).specs
         with _naming(plan, arm):
             cost = counter.costs(model, task.length)
-        costs.append(cost)
+            costs.append((cost, dead_parameters(model, task.length)))
         trainings.append(Training(task, model, spec, plan.spec.looks[-1].seeds, cost.flops_per_token))
     return costs, trainings
 

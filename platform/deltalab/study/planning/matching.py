@@ -1,15 +1,16 @@
-"""Scales one dimension of an arm until the arm has the base's state, parameters or flops."""
+"""Scales dimensions of an arm until the arm has the base's state, parameters or flops."""
 
 import functools
 import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.model import swiglu_width
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.specs.budget import Bound, Match
@@ -18,6 +19,9 @@ from deltalab.study.specs.setting_paths import model_part
 
 WITHIN = 0.02
 """The share of the base's quantity by which a matched arm may differ from the base."""
+
+ROUNDS = 16
+"""How often each of several dimensions is set at most, while the others stay."""
 
 Config = dict[str, Any]
 
@@ -75,61 +79,39 @@ class Matcher:
         # A setting of the training changes none of the quantities.
         self._tuned = model_part(tuned)
         self._counter = CostCounter()
-        self._best: dict[str, int | None] = {}
+        self._found: dict[str, dict[str, int]] = {}
 
     def matched(self, match: Match, base: Config, arm: Config, length: int) -> Config:
-        """Sets `match.dimension` of an arm so that its quantity comes nearest to the base's.
+        """Sets the dimensions of an arm so that its quantities come nearest to the base's.
 
         Args:
-            match: The quantity to match and the dimension to scale.
+            match: The quantities to match, and the dimension to scale for each.
             base: The base's configuration, with every default spelled out and the task's `vocab_size` and `readout`
                 among the settings of the model.
             arm: The arm's configuration, of the same form.
             length: Tokens after which the state is counted.
 
         Returns:
-            The arm's configuration. It is unchanged if no value of the dimension comes nearer.
+            The arm's configuration. It is unchanged if no value of a dimension comes nearer.
 
         Raises:
-            InputError: The dimension does not exist, the quantity does not grow with it, the nearest value misses by
-                more than `WITHIN`, tuning changes the quantity, or a model does not run.
+            InputError: A dimension does not exist, a quantity does not grow with its dimension, the nearest values miss
+                by more than `WITHIN`, tuning changes a quantity, or a model does not run.
         """
-        quantity, path = match.quantity, match.dimension
-        if path not in dimensions(arm):
-            raise unknown("dimension", path, dimensions(arm), where="scale")
+        for quantity, path in match.dimensions.items():
+            if path not in dimensions(arm):
+                raise unknown("dimension", path, dimensions(arm), where="scale" if match.scale else quantity)
         # A search asks again for each task and rung, which differ in the training at the most.
         models = [{part: config[part] for part in ("rule", "model")} for config in (base, arm)]
-        key = json.dumps([quantity, path, length, *models])
-        if key not in self._best:
-            self._best[key] = self._nearest(quantity, path, base, arm, length)
-        best = self._best[key]
-        return arm if best is None else _scaled(arm, path, best)
-
-    def _nearest(self, quantity: str, path: str, base: Config, arm: Config, length: int) -> int | None:
-        """The value of an arm's dimension that `matched` looks for; None if the arm stays as it is."""
-
-        def count(config: Config) -> float:
-            return self._count(config, quantity, length)
-
-        target = count(base)
-        self._require_untuned(quantity, [base, arm], count)
-        amounts = _amounts_near(target, _value(arm, path), lambda value: count(_scaled(arm, path, value)))
-        others = ", ".join(other for other in dimensions(arm) if other != path)
-        counted = [amounts[value] for value in sorted(amounts)]
-        if counted[0] == counted[-1] or any(a > b for a, b in itertools.pairwise(counted)):
-            does = "does" if quantity == "state" else "do"
-            raise InputError(f"the arm's {quantity} {does} not grow with {path}; scale another: {others}")
-        best = min(amounts, key=lambda value: (abs(amounts[value] - target), value))
-        if abs(count(arm) - target) <= abs(amounts[best] - target) <= WITHIN * target:
-            return None
-        if abs(amounts[best] - target) > WITHIN * target:
-            nearest = _at(_scaled(arm, path, best), path)
-            raise InputError(
-                f"no {path} gives the base's {quantity} of {target:,.0f} within {WITHIN:.0%}: "
-                f"the nearest is {amounts[best]:,.0f} at {path.rpartition('.')[2]} {nearest}; "
-                f"scale another: {others}"
-            )
-        return best
+        key = json.dumps([match.dimensions, length, *models])
+        if key not in self._found:
+            goals = []
+            for quantity, path in match.dimensions.items():
+                count = functools.partial(self._count, quantity=quantity, length=length)
+                self._require_untuned(quantity, [base, arm], count)
+                goals.append(_Goal(quantity, path, count(base), count))
+            self._found[key] = _nearest(goals, arm)
+        return _all_scaled(arm, self._found[key])
 
     def bounded(self, bounds: Mapping[str, Bound], base: Config, arm: Config, length: int) -> dict[str, "Bounded"]:
         """Counts the quantities of an arm that a study bounds.
@@ -176,12 +158,100 @@ class Matcher:
             raise InputError(f"a model of rule '{name}' does not run: {type(error).__name__}: {reason}") from error
 
 
+@dataclass(frozen=True)
+class _Goal:
+    """A quantity that an arm is to have, and the dimension that is scaled for it."""
+
+    quantity: str
+    path: str
+    target: float
+    count: Callable[[Config], float]
+
+    def miss(self, config: Config) -> float:
+        """By which share of the target a configuration misses it; infinite if it makes no model."""
+        try:
+            return abs(self.count(config) - self.target) / max(self.target, 1.0)
+        except InputError:
+            return math.inf
+
+    def nearest(self, config: Config) -> Config:
+        """The configuration with the value of the dimension that comes nearest; itself if no value comes nearer."""
+        start = _value(config, self.path)
+        amounts = _amounts_near(self.target, start, lambda value: self.count(_scaled(config, self.path, value)))
+        counted = [amounts[value] for value in sorted(amounts)]
+        if counted[0] == counted[-1] or any(a > b for a, b in itertools.pairwise(counted)):
+            does = "does" if self.quantity in ("state", "cache") else "do"
+            raise InputError(
+                f"the arm's {self.quantity} {does} not grow with {self.path}; scale another: "
+                f"{_others(config, [self.path])}"
+            )
+        best = min(amounts, key=lambda value: (abs(amounts[value] - self.target), value))
+        is_nearer = abs(amounts[best] - self.target) < abs(self.count(config) - self.target)
+        return _scaled(config, self.path, best) if is_nearer else config
+
+
+def _nearest(goals: Sequence[_Goal], arm: Config) -> dict[str, int]:
+    """The values of an arm's dimensions that come nearest to all goals; none for a dimension that stays as it is.
+
+    Each dimension is set in turn while the others stay, until nothing changes. One round is enough if each dimension
+    leaves the quantities of those before it alone.
+    """
+
+    def miss(values: Mapping[str, int]) -> float:
+        return max(goal.miss(_all_scaled(arm, values)) for goal in goals)
+
+    tried: list[dict[str, int]] = []
+    values: dict[str, int] = {}
+    while values not in tried and len(tried) < (ROUNDS if len(goals) > 1 else 1):
+        tried.append(values)
+        for goal in goals:
+            before = _all_scaled(arm, values)
+            if (after := goal.nearest(before)) is not before:
+                values = {**values, goal.path: _value(after, goal.path)}
+    best = min([*tried, values], key=miss)
+    while len(goals) > 1 and miss(best) > WITHIN:
+        # Where quantities pull against each other, a step of several dimensions at once may come nearer.
+        now = _all_scaled(arm, best)
+        steps = itertools.product((-1, 0, 1), repeat=len(goals))
+        around = [
+            {goal.path: max(1, _value(now, goal.path) + step) for goal, step in zip(goals, way, strict=True)}
+            for way in steps
+        ]
+        nearer = min(around, key=miss)
+        if miss(nearer) >= miss(best):
+            break
+        best = nearer
+    if miss(best) > WITHIN:
+        raise _missed(goals, arm, best)
+    return best
+
+
+def _missed(goals: Sequence[_Goal], arm: Config, values: Mapping[str, int]) -> InputError:
+    """The error of a match whose nearest values miss."""
+    nearest = _all_scaled(arm, values)
+    paths = [goal.path for goal in goals]
+    wanted = " and ".join(f"{goal.quantity} of {goal.target:,.0f}" for goal in goals)
+    found = " and ".join(f"{goal.count(nearest):,.0f}" for goal in goals)
+    at = " and ".join(f"{path.rpartition('.')[2]} {_shown(nearest, path)}" for path in paths)
+    return InputError(
+        f"no {' and '.join(paths)} give{'s' * (len(paths) == 1)} the base's {wanted} within {WITHIN:.0%}: "
+        f"the nearest is {found} at {at}; scale another: {_others(arm, paths)}"
+    )
+
+
+def _others(config: Config, paths: Sequence[str]) -> str:
+    """The dimensions of a configuration but those of `paths`, for an error."""
+    return ", ".join(path for path in dimensions(config) if path not in paths)
+
+
 def dimensions(config: Config) -> list[str]:
     """Lists the paths of a configuration's dimensions.
 
     These are widths of the model, whole numbers of the rule, and ranks of the rule's gates.
     """
     paths = ["model.key_dim", "model.expand_v", "model.d_model"]
+    if config["model"]["mlp"] and config["model"]["block"] == "transformer":
+        paths.append("model.mlp_width")
     if config["model"]["gate_rank"] is not None:
         paths.append("model.gate_rank")
     for knob, value in config["rule"].items():
@@ -230,7 +300,15 @@ def _value(config: Config, path: str) -> int:
     key_dim, value_dim = _model(config).head_dims
     if path == "model.expand_v":
         return value_dim
+    if path == "model.mlp_width" and config["model"]["mlp_width"] is None:
+        return swiglu_width(config["model"]["d_model"])
     return key_dim if path == "model.key_dim" else max(1, int(_at(config, path)))
+
+
+def _shown(config: Config, path: str) -> int | float:
+    """The value of a dimension as the study's file writes it."""
+    shown: int | float | None = _at(config, path)
+    return _value(config, path) if shown is None else shown
 
 
 def _scaled(config: Config, path: str, value: int) -> Config:
@@ -244,6 +322,13 @@ def _scaled(config: Config, path: str, value: int) -> Config:
     if path == "model.d_model":
         config = _put(config, "model.key_dim", key_dim)
     return _put(config, path, value)
+
+
+def _all_scaled(config: Config, values: Mapping[str, int]) -> Config:
+    """Sets dimensions of a configuration, as `_scaled` does."""
+    for path in sorted(values, key="model.expand_v".__eq__):  # A value of expand_v is a width at the final key_dim.
+        config = _scaled(config, path, values[path])
+    return config
 
 
 def _with_own_key_dims(config: Config) -> Config:

@@ -1,15 +1,14 @@
 """Counts what a model holds and computes on one block of each kind, so that hundreds of models take seconds."""
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deltalab.models.layer import LayerCache
+from deltalab.models.layer import CacheSize, LayerCache, RuleLayer
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
@@ -30,43 +29,43 @@ class ModelCosts:
 
     Attributes:
         parameters: Elements that are trained.
-        state_size: Elements held for one sequence after T tokens.
+        cache: Elements held for one sequence after T tokens, by what they are for.
         flops_per_token: Operations of the matrix products of a forward pass, without embedding and logits.
     """
 
     parameters: int
-    state_size: int
+    cache: CacheSize
     flops_per_token: float
 
     def by_quantity(self) -> dict[str, float]:
         """Lists the costs under the names of quantities that a study's file uses.
 
         Examples:
-            >>> ModelCosts(parameters=9, state_size=4, flops_per_token=2.5).by_quantity()
-            {'state': 4, 'parameters': 9, 'flops': 2.5}
+            >>> ModelCosts(parameters=9, cache=CacheSize(4, 2, 3), flops_per_token=2.5).by_quantity()
+            {'state': 6, 'cache': 9, 'parameters': 9, 'flops': 2.5}
         """
-        return {"state": self.state_size, "parameters": self.parameters, "flops": self.flops_per_token}
+        return {
+            "state": self.cache.state,
+            "cache": sum(self.cache),
+            "parameters": self.parameters,
+            "flops": self.flops_per_token,
+        }
 
 
-def uneven(base: ModelCosts, arm: ModelCosts) -> list[tuple[str, float]]:
-    """Lists the quantities in which an arm differs from the base by more than `UNEVEN`.
-
-    Returns:
-        The name of each quantity, and the arm's amount over the base's: infinite if the base has none of it.
+def dead_parameters_text(arm: str, dead: int, parameters: int) -> str | None:
+    """Says that an arm has parameters that do nothing; None if it has none.
 
     Examples:
-        >>> uneven(ModelCosts(100, 800, 50.0), ModelCosts(104, 2624, 25.0))
-        [('state', 3.28), ('flops', 0.5)]
+        >>> dead_parameters_text("without_b", 1152, 17396)
+        'without_b carries 1,152 of 17,396 parameters that do nothing.'
     """
-    pairs = [(name, of_base, arm.by_quantity()[name]) for name, of_base in base.by_quantity().items()]
-    apart = [(name, of_base, of_arm) for name, of_base, of_arm in pairs if abs(of_arm - of_base) > UNEVEN * of_base]
-    return [(name, of_arm / of_base if of_base else math.inf) for name, of_base, of_arm in apart]
+    return f"{arm} carries {dead:,} of {parameters:,} parameters that do nothing." if dead else None
 
 
 class CostCounter:
     """Counts the costs of models; each kind of block is built and run once.
 
-    `parameters` and `state_size` are exact. A model is run to T tokens only if one more token makes its state larger.
+    `parameters` and `cache` are exact. A model is run to T tokens only if one more token makes its state larger.
     `flops_per_token` leaves out what a chunk longer than `SAMPLE` adds.
 
     Attributes:
@@ -80,16 +79,12 @@ class CostCounter:
 
     def costs(self, model: ModelSpec, length: int) -> ModelCosts:
         """Counts a model after `length` tokens. Raises what the model raises when it is built or run."""
-        alike: dict[str, list[ModelSpec]] = {}
-        for layer in range(model.depth):
-            block = replace(model.at(layer), vocab_size=1)
-            alike.setdefault(repr(block), []).append(block)
-        kinds = [(len(same), self._block(same[0], length)) for same in alike.values()]
+        kinds = [(count, self._block(block, length)) for count, block in model.kinds()]
         # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied.
         rows = (model.vocab_size - 1) * (1 if model.tie_embeddings else 2)
         return ModelCosts(
             parameters=kinds[0][1].ends + rows * model.d_model + sum(n * block.parameters for n, block in kinds),
-            state_size=sum(n * block.state_size for n, block in kinds),
+            cache=CacheSize.summed(block.cache for n, block in kinds for _ in range(n)),
             flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
         )
 
@@ -112,10 +107,10 @@ class _Blocks:
     ends: int
     """Parameters outside of the blocks."""
     parameters: int
-    state_size: int
+    cache: CacheSize
     flops_per_token: float
     grows: bool
-    """Whether the state was larger one token later."""
+    """Whether the cache was larger one token later."""
 
 
 @torch.no_grad()
@@ -128,20 +123,21 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
     device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
     with device:
         network = Model(model)
-    held, flops, cache = _run(network, length or SAMPLE, device)
+    flops, cache = _run(network, length or SAMPLE, device)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    grows = length is None and _held(network.hidden(token, cache)[1]) != held
+    grows = length is None and network.hidden(token, cache)[1][0].numel() != cache[0].numel()
     inside = sum(p.numel() for p in network.blocks.parameters())
     ends = sum(p.numel() for p in network.parameters()) - inside
-    return _Blocks(ends, inside // model.depth, held // model.depth, flops / model.depth, grows)
+    size = cast(RuleLayer, network.blocks[0].mixer).cache_size(cache[0])
+    return _Blocks(ends, inside // model.depth, size, flops / model.depth, grows)
 
 
-def _run(network: Model, length: int, device: torch.device) -> tuple[int, float, list[LayerCache]]:
-    """Runs a model on `length` tokens: the elements then held, the flops of each token, and the caches."""
+def _run(network: Model, length: int, device: torch.device) -> tuple[float, list[LayerCache]]:
+    """Runs a model on `length` tokens: the flops of each token, and the caches."""
     # Other attentions of a CPU hide their products from the counter.
     with sdpa_kernel(SDPBackend.MATH), _Flops() as counter:
         _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
-    return _held(cache), counter.total / length, cache
+    return counter.total / length, cache
 
 
 class _Flops(TorchDispatchMode):
@@ -161,7 +157,3 @@ class _Flops(TorchDispatchMode):
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self.total += flops(*args, **kwargs, out_val=out)
         return out
-
-
-def _held(cache: list[LayerCache]) -> int:
-    return sum(layer.numel() for layer in cache)

@@ -74,6 +74,8 @@ class Plan:
         """SHA-256 of all that the study computes, with rule sources and data. Another identity is another study."""
         keys = [self.job(arm, "confirm", 0, {}).key for arm in self.arms]
         tune = self.budget.model_dump(mode="json") if self.budget else None
+        if tune and self.spec.search and self.spec.search.match:
+            tune["match"] = self.spec.search.match.keyed
         computed: dict[str, Any] = {
             "name": self.spec.name,
             "profile": self.profile,

@@ -33,6 +33,7 @@ class Column:
         help: A sentence that explains the figure, shown when the mouse points at the heading.
         number: The printf format of the number in sortable tables; "" shows the text instead.
         bounds_head: The heading of the column that sortable tables have for the bounds of an interval.
+        seldom: Whether a table leaves the column out if the figure is 0 or unknown in all of its rows.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Column:
     help: str = ""
     number: str = ""
     bounds_head: str = ""
+    seldom: bool = False
 
     def head_of(self, table: TaskTable) -> str:
         """Returns the heading of the column in a table."""
@@ -62,7 +64,8 @@ def _figure(key: str, head: str, form: str, kind: Any, help: str, number: str) -
         value = getattr(row, key)
         return "" if value is None else format(value, form)
 
-    return Column(key, head, lambda row: getattr(row, key), text, "cost", kind, help, number)
+    seldom = key in ("kv_cache", "conv_cache")
+    return Column(key, head, lambda row: getattr(row, key), text, "cost", kind, help, number, seldom=seldom)
 
 
 def _in_files(key: str, kind: Any) -> Column:
@@ -125,8 +128,12 @@ COLUMNS: tuple[Column, ...] = (
     _in_files("seconds", float),
     _figure("microseconds_per_token", "us/token", ".3g", float, "Time of a trained token.", "%.3g"),
     _figure("flops_per_token", "flops/token", ",.0f", float, "Operations of matrix products, forward.", "localized"),
-    _figure("state_size", "state", ",", int, "Elements of the recurrent state.", "localized"),
+    _figure("recurrent_state", "state", ",", int, "Elements of the recurrent state.", "localized"),
+    _figure("kv_cache", "KV cache", ",", int, "Elements of the memory that grow with the sequence.", "localized"),
+    _figure("conv_cache", "conv cache", ",", int, "Elements held for the convolution, beside the state.", "localized"),
+    _in_files("state_size", int),
     _figure("parameters", "parameters", ",", int, "Trained numbers of the model.", "localized"),
+    _in_files("dead_parameters", int),
     Column("tuned", "tuned", lambda row: row.tuned, _tuned, "tuned", dict, "The best values on validation."),
     Column(
         "one_setting",
@@ -146,9 +153,10 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def columns(*groups: Group) -> list[Column]:
-    """Returns the columns of the groups, in order; without arguments, all columns that readers see."""
-    return [column for column in COLUMNS if (column.group in groups if groups else column.group != "files")]
+def columns(table: TaskTable, *groups: Group) -> list[Column]:
+    """Returns the columns of the groups that a table has, in order; without groups, all columns that readers see."""
+    chosen = [column for column in COLUMNS if (column.group in groups if groups else column.group != "files")]
+    return [column for column in chosen if not column.seldom or any(map(column.value, table.rows))]
 
 
 def figures(row: Row) -> dict[str, Any]:
@@ -158,9 +166,9 @@ def figures(row: Row) -> dict[str, Any]:
 
 def headers(table: TaskTable, chosen: Iterable[Column] | None = None) -> list[str]:
     """Returns the headings of the chosen columns; None chooses all columns that readers see."""
-    return [column.head_of(table) for column in (columns() if chosen is None else chosen)]
+    return [column.head_of(table) for column in (columns(table) if chosen is None else chosen)]
 
 
-def cells(row: Row, chosen: Iterable[Column] | None = None) -> list[str]:
-    """Returns the text of a row in each column that `headers` names; "" for a figure that is not known."""
-    return [column.text(row) for column in (columns() if chosen is None else chosen)]
+def cells(row: Row, chosen: Iterable[Column]) -> list[str]:
+    """Returns the text of a row in each of the columns; "" for a figure that is not known."""
+    return [column.text(row) for column in chosen]

@@ -56,7 +56,11 @@ def markdown(answer: Answer) -> str:
     lines = [f"## {title(answer)}", "", *_list([f"**{warning}**" for warning in answer.warnings])]
     for table in shown_tables(answer):
         lines += [f"### {caption(table)}", "", *_list([f"**{warning}**" for warning in table.warnings])]
-        lines += [*_table(headers(table), [cells(row) for row in table.rows]), "", *_list(table.notes)]
+        lines += [
+            *_table(headers(table), [cells(row, columns.columns(table)) for row in table.rows]),
+            "",
+            *_list(table.notes),
+        ]
     for ladder in answer.ladders:
         lines += [f"### {ladder_caption(ladder)}", "", *_table(ladder_headers(ladder), ladder_cells(ladder))]
         lines += ["", *_list(ladder_notes(ladder))]

@@ -5,7 +5,7 @@ from html import escape
 
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.rows import Row, TaskTable
-from deltalab.study.reports.columns import Column, columns, headers
+from deltalab.study.reports.columns import Column, Group, columns, headers
 from deltalab.study.reports.lines import caption, failure_lines, title
 from deltalab.study.reports.sentence import sentence, short_verdict
 
@@ -15,6 +15,9 @@ MOST_TABLES = 4
 """How many tables are shown; tasks beyond this number are only named."""
 MOST_FAILURES = 3
 """How many failed trials are shown; failed trials beyond this number are only counted."""
+
+ANSWERING: tuple[Group, ...] = ("name", "answer")
+"""The columns that a notebook shows. Costs are left out; `Report.to_frame` has them."""
 
 
 def to_html(answer: Answer) -> str:
@@ -44,19 +47,13 @@ def _table(table: TaskTable) -> Iterator[str]:
     yield f"<p>{escape(caption(table))}</p>"
     for warning in table.warnings:
         yield f"<p>⚠ {escape(warning)}</p>"
-    headings = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headers(table, _answering()))
+    headings = "".join(
+        f'<th scope="col">{escape(heading)}</th>' for heading in headers(table, columns(table, *ANSWERING))
+    )
     yield f"<table><thead><tr>{headings}</tr></thead><tbody>"
-    yield from map(_row, table.rows)
+    for row in table.rows:
+        yield f"<tr>{''.join(_cell(row, column) for column in columns(table, *ANSWERING))}</tr>"
     yield "</tbody></table>"
-
-
-def _answering() -> list[Column]:
-    """The columns of the answer. Costs are left out; `Report.to_frame` has them."""
-    return columns("name", "answer")
-
-
-def _row(row: Row) -> str:
-    return f"<tr>{''.join(_cell(row, column) for column in _answering())}</tr>"
 
 
 def _cell(row: Row, column: Column) -> str:

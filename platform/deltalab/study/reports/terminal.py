@@ -80,11 +80,11 @@ def _notes(lines: Sequence[str]) -> Iterator[Text]:
 def _task_grids(table: TaskTable, width: int) -> Iterator[RenderableType]:
     """Yields one table, or, on a narrow terminal, a table of the answer and below it a table of the costs."""
     if width >= ONE_TABLE:
-        yield _task_grid(table, columns(), width)
+        yield _task_grid(table, columns(table), width)
         return
-    yield _task_grid(table, columns("name", "answer"), width)
+    yield _task_grid(table, columns(table, "name", "answer"), width)
     yield Text("")
-    yield _task_grid(table, columns("name", "cost", "tuned"), width)
+    yield _task_grid(table, columns(table, "name", "cost", "tuned"), width)
 
 
 def _task_grid(table: TaskTable, chosen: Sequence[Column], width: int) -> Table:
@@ -119,7 +119,8 @@ def _task_grid(table: TaskTable, chosen: Sequence[Column], width: int) -> Table:
 def _broken(cell: str, column: Column, form: int) -> str:
     r"""A cell broken into lines: not at all in form 0; an interval into two in forms 1 and 2, into three in form 3.
 
-    >>> [score] = [column for column in columns() if column.key == "score"]
+    >>> from deltalab.study.reports.columns import COLUMNS
+    >>> [score] = [column for column in COLUMNS if column.key == "score"]
     >>> _broken("0.928 [0.878, 0.977]", score, 3).split("\n")
     ['0.928', '[0.878,', '0.977]']
     """

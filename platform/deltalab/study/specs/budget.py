@@ -28,7 +28,8 @@ from deltalab.study.specs.search_space import (
 from deltalab.study.specs.setting_paths import of_training
 
 Sampler = Literal["tpe", "nsga2", "nsga3", "gp", "random"]
-Quantity = Literal["state", "parameters", "flops"]
+Quantity = Literal["state", "cache", "parameters", "flops"]
+"""What an arm may have as much of as the base."""
 COSTS = ("flops_per_token", "state_size", "parameters", "decode_us")
 """The costs that a search can weigh besides the tasks' metrics. A smaller cost is better."""
 DEFAULT_COSTS = COSTS[:2]
@@ -36,36 +37,93 @@ DEFAULT_COSTS = COSTS[:2]
 
 
 class Match(Strict):
-    """Scales one dimension of an arm until the arm has as much state, parameters or flops as the base, within 2%.
+    """Scales dimensions of an arm until the arm has as much of one or more quantities as the base, within 2%.
+
+    Each quantity has a dimension of its own: `true` takes the default, and a path names another. A list such as
+    `[state, parameters]` says `true` of each.
 
     Attributes:
-        state: Matches the state; exactly one of state, parameters and flops is true.
-        parameters: Matches the parameters.
-        flops: Matches the flops.
-        scale: The dimension, by its path. Its default is `model.key_dim` for the state, and `model.d_model` for
-            parameters and flops.
+        state: The memory of the rules after a whole sequence, KV caches too, without the cache of the convolution. Its
+            default is `model.key_dim`.
+        cache: All that is held between tokens: the state and the cache of the convolution. Its default is
+            `model.key_dim`.
+        parameters: The parameters. Their default is `model.d_model`, or `model.mlp_width` if they are not alone.
+        flops: The flops. Their default is `model.d_model`.
+        scale: The dimension, if there is one quantity.
     """
 
-    state: Annotated[bool, Field(strict=True)] = False
-    parameters: Annotated[bool, Field(strict=True)] = False
-    flops: Annotated[bool, Field(strict=True)] = False
+    state: bool | str = False
+    cache: bool | str = False
+    parameters: bool | str = False
+    flops: bool | str = False
     scale: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_list(cls, raw: Any) -> Any:
+        if not isinstance(raw, list | tuple):
+            return raw
+        for entry in raw:
+            if entry not in get_args(Quantity):
+                raise ValueError(str(unknown("quantity", entry, get_args(Quantity))))
+            if raw.count(entry) > 1:
+                raise ValueError(f"'{entry}' is given twice")
+        return dict.fromkeys(raw, True)
+
+    @field_validator("state", "cache", "parameters", "flops", mode="before")
+    @classmethod
+    def _true_or_a_path(cls, raw: Any) -> Any:
+        if not isinstance(raw, bool | str):
+            raise ValueError(f"takes true or the path of a dimension, not {raw!r}")
+        return raw
+
     @model_validator(mode="after")
-    def _one_quantity(self) -> Self:
-        if self.state + self.parameters + self.flops != 1:
-            raise ValueError("takes exactly one of state: true, parameters: true, flops: true")
+    def _a_dimension_each(self) -> Self:
+        names = self._quantities
+        if not names:
+            raise ValueError(f"takes at least one of {', '.join(f'{name}: true' for name in get_args(Quantity))}")
+        if self.scale is not None and (len(names) > 1 or getattr(self, names[0]) is not True):
+            raise ValueError(f"scale goes with one quantity that is true: write {names[0]}: {self.scale}")
+        for path in (paths := [*self.dimensions.values()]):
+            if paths.count(path) > 1:
+                both = " and ".join(name for name in names if self.dimensions[name] == path)
+                raise ValueError(f"{both} exclude each other: {path} scales both; give each a dimension of its own")
         return self
 
     @property
-    def quantity(self) -> Quantity:
-        """The quantity to match."""
-        return "state" if self.state else "parameters" if self.parameters else "flops"
+    def _quantities(self) -> list[Quantity]:
+        return [name for name in get_args(Quantity) if getattr(self, name)]
 
     @property
-    def dimension(self) -> str:
-        """The path of the dimension to scale."""
-        return self.scale or ("model.key_dim" if self.state else "model.d_model")
+    def dimensions(self) -> dict[Quantity, str]:
+        """The path of the dimension to scale for each quantity."""
+        alone = len(self._quantities) == 1
+        defaults: dict[Quantity, str] = {
+            "state": "model.key_dim",
+            "cache": "model.key_dim",
+            # The MLP's width changes no other layer, and is the finest step.
+            "parameters": "model.d_model" if alone else "model.mlp_width",
+            "flops": "model.d_model",
+        }
+        given = {name: self.scale or getattr(self, name) for name in self._quantities}
+        return {name: path if isinstance(path, str) else defaults[name] for name, path in given.items()}
+
+    @property
+    def keyed(self) -> dict[str, Any]:
+        """The match as the identity of a study hashes it.
+
+        The first releases knew one quantity at a time, and called the cache `state`. Their studies keep their identity.
+
+        Examples:
+            >>> Match(cache=True).keyed
+            {'state': True, 'parameters': False, 'flops': False, 'scale': None}
+            >>> Match(state=True).keyed
+            {'state': 'model.key_dim'}
+        """
+        first = dict(zip(("cache", "parameters", "flops"), ("state", "parameters", "flops"), strict=True))
+        if (names := self._quantities)[1:] or names[0] not in first or getattr(self, names[0]) is not True:
+            return {str(name): path for name, path in self.dimensions.items()}
+        return {name: name == first[names[0]] for name in first.values()} | {"scale": self.scale}
 
 
 class Bound(Strict):
@@ -122,7 +180,8 @@ class Constrain(Strict):
     """What the candidates of a search may hold and compute.
 
     Attributes:
-        state: Elements held for one sequence at the task's length.
+        state: Elements of the rules' memory of one sequence at the task's length, KV caches too, without the cache of
+            the convolution.
         parameters: Elements that are trained.
         flops: Operations of the matrix products of a forward pass per token, without embedding and logits.
     """
@@ -326,8 +385,9 @@ class Searching(Space):
             )
         if self.sampler == "gp" and (bound := [name for name, knob in self.knobs.items() if knob.when]):
             raise ValueError(f".sampler: gp draws what every candidate has, and {bound[0]} exists in some: take tpe")
-        if self.match is not None and self.match.dimension in self.searched:
-            raise ValueError(f".match scales {self.match.dimension}, which is searched: scale another, or leave it out")
+        for path in self.match.dimensions.values() if self.match else ():
+            if path in self.searched:
+                raise ValueError(f".match scales {path}, which is searched: scale another, or leave it out")
         for path in self.fidelity.values if self.fidelity else ():
             if path in self.searched:
                 raise ValueError(f".fidelity.{path}: is searched already")

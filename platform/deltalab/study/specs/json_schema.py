@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
@@ -50,6 +50,9 @@ def schema() -> dict[str, Any]:
     search["lengths"] = {"description": search["lengths"]["description"]}
     either = [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]
     search["when"] = {"anyOf": either, "description": search["when"]["description"]}
+    for section in ("Change", "Searching"):
+        quantities = {"type": "array", "items": {"enum": [*get_args(budget.Quantity)]}}
+        defs[section]["properties"]["match"]["anyOf"].append(quantities)
     task = study_schema["properties"]["task"]
     task["anyOf"] = [{"type": "string"}, {"type": "object", "minProperties": 1, "properties": dict(_tasks())}]
     for key in ("type", "minProperties", "patternProperties", "additionalProperties", "propertyNames"):
