@@ -53,9 +53,13 @@ def device_name(device: torch.device) -> str:
 
 
 def moment(device: torch.device) -> float | torch.cuda.Event:
-    """Marks the time at which a device has done all its work so far."""
+    """Marks the time at which a device has done all its work so far.
+
+    The time of a CPU is that of this thread, which stands still while another process has the core. It takes part in
+    all that the other threads of a training compute.
+    """
     if device.type != "cuda":
-        return time.perf_counter()
+        return time.thread_time()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -59,7 +59,8 @@ class TrialResult:
         runs: The result of each seed.
         parameters: The number of the model's parameters.
         state_size: The elements of the model's memory after a whole sequence: the state of its rules, KV caches too.
-        tokens_per_second: The tokens of all seeds that were trained in a second.
+        tokens_per_second: The tokens of all seeds that were trained in a second, on a CPU in one in which the training
+            had its core.
         hardware: The hardware and software, and the settings for speed, by name.
     """
 

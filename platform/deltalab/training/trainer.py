@@ -1,6 +1,7 @@
 """Advances the runs of one or several trials together, in stacks, and records their metrics."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,7 @@ class LockStep:
         self.beat = beat
         self.step = 0
         self.seconds = 0.0
+        self.passed = 0.0
         self.trained = 0
         self.graph = ""
         self.ended = [False] * len(members)
@@ -185,10 +187,11 @@ class LockStep:
 
         The evaluation is launched before any result of the training is read, so that a GPU does not wait for the host.
         """
-        begin = moment(self.device)
+        begin, began = moment(self.device), time.perf_counter()
         for _, stack in self.stacks:
             stack.advance(self.step, until)
         end = moment(self.device)
+        self.passed += time.perf_counter() - began
         self.trained += sum(len(runs) for runs, _ in self.stacks) * (until - self.step)
         self.step = until
         sums = [] if split is None else self._measured(split)
@@ -274,8 +277,13 @@ class LockStep:
             self._store(runs, stack)
 
     def how(self) -> dict[str, str]:
-        """Returns the settings for speed alone: the stack size, and whether there was a CUDA graph; {} on a CPU."""
-        return {"stack": str(min(self.most, len(self.runs))), "cuda_graph": self.graph} if self.graph else {}
+        """Returns what the time depends on: on a GPU the stack size, and whether there was a CUDA graph.
+
+        On a CPU it is `core_share`, the share of the time that passed in which the training had its core.
+        """
+        if self.graph:
+            return {"stack": str(min(self.most, len(self.runs))), "cuda_graph": self.graph}
+        return {"core_share": f"{min(1.0, self.seconds / self.passed):.2f}"} if self.passed else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that a checkpoint needs."""
@@ -283,6 +291,7 @@ class LockStep:
         return {
             "step": self.step,
             "seconds": self.seconds,
+            "passed": self.passed,
             "trained": self.trained,
             "ended": self.ended,
             "runs": [
@@ -293,6 +302,7 @@ class LockStep:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned."""
         self.step, self.seconds, self.trained = saved["step"], saved["seconds"], saved["trained"]
+        self.passed = saved.get("passed", self.seconds)  # Early releases timed a CPU by the clock on the wall.
         self.ended = list(saved["ended"])
         for run, saved_run in zip(self.runs, saved["runs"], strict=True):
             run.state, run.diverged_at = Moments(*saved_run["state"]), saved_run["diverged_at"]

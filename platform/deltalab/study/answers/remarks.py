@@ -24,6 +24,10 @@ TIMED_WITH = {
     "cuda_graph": "use of CUDA graphs",
 }
 """What times depend on besides the arm, by the key of a trial's hardware. Any GPU of a host will do."""
+SHARED = 0.8
+"""The share of the time below which a training that had its core is said to have shared it."""
+SLOWER = 1.2
+"""The ratio of times at equal flops from which a table speaks of it."""
 SMALL = "A proxy task of this size does not rank every method as training at scale does."
 
 
@@ -122,7 +126,7 @@ def table_notes(
             for pair in interactions
         ),
         *_about_states(rows),
-        *_about_times(trials),
+        *_about_times(rows, trials),
     ]
 
 
@@ -162,13 +166,39 @@ def _about_states(rows: list[Row]) -> Iterator[str]:
         )
 
 
-def _about_times(trials: list[TrialRow]) -> Iterator[str]:
+def _about_times(rows: list[Row], trials: list[TrialRow]) -> Iterator[str]:
     timed = [trial.hardware for trial in trials if trial.tokens_per_second]
+    shares = [float(hardware["core_share"]) for hardware in timed if "core_share" in hardware]
+    if 0 < len(shares) < len(timed):
+        yield "Times are not comparable: some trials were timed by the clock on the wall, others by that of their core."
+    elif shares and min(shares) < SHARED:
+        yield (
+            f"The machine was loaded: trainings had their core for {min(shares):.0%} to {max(shares):.0%} of the time. "
+            "us/token counts that time alone."
+        )
+    elif not shares and (apart := [*_apart_in_time(rows)]):
+        yield (
+            f"us/token differs at equal flops ({', '.join(apart)} times the base's): the rules may take different "
+            "time, or other work loaded the machine, which the clock on the wall does not tell apart."
+        )
     differ = [
         name for key, name in TIMED_WITH.items() if len({json.dumps(hardware.get(key)) for hardware in timed}) > 1
     ]
     if differ:
         yield f"Times are not comparable: the arms differ in {', '.join(differ)}."
+
+
+def _apart_in_time(rows: list[Row]) -> Iterator[str]:
+    """Yields the arms that take another time than the base for the same arithmetic, each with the ratio."""
+    base = next(row for row in rows if row.is_base)
+    for row in rows:
+        if not (row.flops_per_token and base.flops_per_token):
+            continue
+        if not (row.microseconds_per_token and base.microseconds_per_token):
+            continue
+        times = row.microseconds_per_token / base.microseconds_per_token
+        if abs(row.flops_per_token / base.flops_per_token - 1) <= UNEVEN and max(times, 1 / times) > SLOWER:
+            yield f"{row.arm} {times:.2f}"
 
 
 def infeasible_notes(trials: Sequence[TrialRow]) -> Iterator[str]:

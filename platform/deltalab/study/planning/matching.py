@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from deltalab.study.specs.setting_paths import model_part
 WITHIN = 0.02
 """The share of the base's quantity by which a matched arm may differ from the base."""
 
-ROUNDS = 16
+ROUNDS = 8
 """How often each of several dimensions is set at most, while the others stay."""
 
 Config = dict[str, Any]
@@ -230,13 +230,24 @@ def _missed(goals: Sequence[_Goal], arm: Config, values: Mapping[str, int]) -> I
     """The error of a match whose nearest values miss."""
     nearest = _all_scaled(arm, values)
     paths = [goal.path for goal in goals]
-    wanted = " and ".join(f"{goal.quantity} of {goal.target:,.0f}" for goal in goals)
-    found = " and ".join(f"{goal.count(nearest):,.0f}" for goal in goals)
-    at = " and ".join(f"{path.rpartition('.')[2]} {_shown(nearest, path)}" for path in paths)
+    wanted = _and(f"{goal.quantity} of {goal.target:,.0f}" for goal in goals)
+    found = _and(f"{goal.count(nearest):,.0f}" for goal in goals)
+    at = _and(f"{path.rpartition('.')[2]} {_shown(nearest, path)}" for path in paths)
     return InputError(
-        f"no {' and '.join(paths)} give{'s' * (len(paths) == 1)} the base's {wanted} within {WITHIN:.0%}: "
+        f"no {_and(paths)} give{'s' * (len(paths) == 1)} the base's {wanted} within {WITHIN:.0%}: "
         f"the nearest is {found} at {at}; scale another: {_others(arm, paths)}"
     )
+
+
+def _and(parts: Iterable[str]) -> str:
+    """Joins parts of a sentence.
+
+    Examples:
+        >>> _and(["1"]), _and(["1", "2", "3"])
+        ('1', '1, 2 and 3')
+    """
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _others(config: Config, paths: Sequence[str]) -> str:
@@ -280,7 +291,8 @@ def _amounts_near(target: float, start: int, count: Callable[[int], float]) -> d
         return otherwise
 
     low, high, below, above = 0, start, 0.0, amounts[start]
-    while above < target and below < above:
+    # A window of 1 holds nothing.
+    while above < target and (below < above or high == start):
         low, high, below, above = high, 2 * high, above, first_from(2 * high, 4 * high)
     steps = 0
     while below < target < above and high - low > 1:
