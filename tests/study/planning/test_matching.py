@@ -1,5 +1,6 @@
 """An arm that matches the base has its state, parameters or flops within 2%, or the study is refused in one line."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tests.support.folders import PLANTED
 
 from deltalab import registry
@@ -19,6 +21,7 @@ from deltalab.study.planning.matching import _amounts_near
 from deltalab.study.planning.model_costs import CostCounter, ModelCosts
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.running.run import arm_records
+from deltalab.study.specs.budget import Match
 from deltalab.study.specs.json_schema import schema
 from deltalab.study.specs.study_file import load_study
 
@@ -55,13 +58,37 @@ def sizes(plan: Plan, arm: PlannedArm) -> ModelCosts:
     ("arm", "match", "changed"),
     [
         (MAMBA, {"state": True}, {"model.key_dim": [None, 8]}),
-        ({"rule": "kalman"}, {"state": True}, {"model.key_dim": [None, 12]}),
-        ({"rule": "delta_product"}, {"state": True, "scale": "model.expand_v"}, {"model.expand_v": [1.0, 0.75]}),
+        ({"rule": "rdn"}, {"state": True, "scale": "model.expand_v"}, {"model.expand_v": [1.0, 0.5]}),
+        ({"model": {"layers": 4}}, {"state": True}, {"model.key_dim": [None, 8]}),
         ({"rule": "attention"}, {"state": True, "scale": "rule.window"}, {"rule.window": [None, 9]}),
+        ({"rule": "kalman"}, {"cache": True}, {"model.key_dim": [None, 12]}),
+        ({"rule": "delta_product"}, {"cache": "model.expand_v"}, {"model.expand_v": [1.0, 0.75]}),
+        ({"rule": "attention"}, {"cache": True, "scale": "rule.window"}, {"rule.window": [None, 9]}),
         (
             {"model": {"key_dim": 1, "layers": 4}},
-            {"state": True, "scale": "model.expand_v"},
+            {"cache": True, "scale": "model.expand_v"},
             {"model.expand_v": [1.0, 23]},
+        ),
+        (
+            {"rule": "rdn"},
+            {"state": "model.expand_v", "parameters": True},
+            {"model.expand_v": [1.0, 0.5], "model.mlp_width": [None, 104]},
+        ),
+        (
+            {"rule": "rdn"},
+            {"state": "model.expand_v", "parameters": "model.d_model"},
+            {"model.expand_v": [1.0, 0.5], "model.d_model": [32, 34]},
+        ),
+        # Here each dimension changes both quantities.
+        (
+            {"rule": "rdn"},
+            {"state": "model.expand_v", "parameters": "model.key_dim"},
+            {"model.expand_v": [1.0, 0.12], "model.key_dim": [None, 32]},
+        ),
+        (
+            {"model": {"layers": 4}},
+            ["state", "parameters"],
+            {"model.key_dim": [None, 8], "model.mlp_width": [None, 6]},
         ),
         (
             {"model": {"output_gate": False}},
@@ -80,13 +107,13 @@ def sizes(plan: Plan, arm: PlannedArm) -> ModelCosts:
     ids=str,
 )
 def test_a_matched_arm_has_the_quantity_of_the_base(
-    plan: Callable[..., Plan], arm: dict[str, Any], match: dict[str, Any], changed: dict[str, Any]
+    plan: Callable[..., Plan], arm: dict[str, Any], match: dict[str, Any] | list[str], changed: dict[str, Any]
 ) -> None:
     found = plan(arms={"x": {**arm, "match": match}})
     base, matched = found.arms
-    (what,) = match.keys() - {"scale"}
-    wanted, got = (sizes(found, each).by_quantity()[what] for each in (base, matched))
-    assert abs(got - wanted) <= 0.02 * wanted
+    for what in {*match} - {"scale"}:
+        wanted, got = (sizes(found, each).by_quantity()[what] for each in (base, matched))
+        assert abs(got - wanted) <= 0.02 * wanted
     assert matched.change == {**matched.change, **changed}
 
 
@@ -145,15 +172,36 @@ def test_layers_with_heads_of_their_own_keep_their_keys_width(plan: Callable[...
 def test_a_plan_shows_the_value_that_was_found(plan: Callable[..., Plan]) -> None:
     base, arm = estimate(plan(arms={"mamba": {**MAMBA, "match": {"state": True}}})).arms
     assert "model.key_dim=8" in arm.change
-    assert arm.state_size == base.state_size == 800
+    assert arm.state_size == base.state_size == 512
 
 
-LAYERS = {"model": {"layers": 4}, "match": {"state": True}}
+def test_a_plan_tells_the_state_from_caches_and_counts_what_does_nothing(plan: Callable[..., Plan]) -> None:
+    found = estimate(plan(arms={"local": {"rule": "attention", "model": {"conv": 0}}, "hgrn2": {"rule": "hgrn2"}}))
+    base, local, hgrn2 = found.arms
+    assert (base.state_size, base.kv_cache, base.conv_cache) == (512, 0, 3 * 96)
+    assert (local.state_size, local.kv_cache, local.conv_cache) == (2048, 2048, 0)
+    # The forget gate of HGRN2 stands in for the key, which is projected and convolved all the same.
+    assert (base.dead_parameters, local.dead_parameters, hgrn2.dead_parameters) == (0, 0, 32 * 32 + 4 * 32)
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(found.to_rich())
+    text = console.export_text()
+    assert "KV cache" in text
+    assert f"hgrn2 carries 1,152 of {hgrn2.parameters:,} parameters that do nothing." in text
+
+
+def test_the_identity_of_a_search_is_that_of_the_release_that_called_the_cache_state() -> None:
+    first = {"state": True, "parameters": False, "flops": False, "scale": "model.expand_v"}
+    assert Match(cache=True, scale="model.expand_v").keyed == first
+    assert Match(flops=True).keyed == {"state": False, "parameters": False, "flops": True, "scale": None}
+    assert Match(state=True, scale="model.expand_v").keyed == {"state": "model.expand_v"}
+
+
+LAYERS = {"model": {"layers": 4}, "match": {"cache": True}}
 INTEGERS = {"integers": [4, 8]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"arms": {"x": LAYERS}},
-        "s.yaml: arms.x.match on task 'mqar': no model.key_dim gives the base's state of 800 within 2%: "
+        "s.yaml: arms.x.match on task 'mqar': no model.key_dim gives the base's cache of 800 within 2%: "
         "the nearest is 720 at key_dim 6; scale another: model.expand_v, model.d_model",
     ),
     (
@@ -163,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"arms": {"x": {"rule": "gla", "match": {"parameters": True, "scale": "rule.g.gla_decay.rnk"}}}},
         "arms.x.match on task 'mqar': scale: unknown dimension 'rule.g.gla_decay.rnk'; "
-        "did you mean 'rule.g.gla_decay.rank'? allowed: model.key_dim, model.expand_v, model.d_model, rule.g.gla",
+        "did you mean 'rule.g.gla_decay.rank'? allowed: model.key_dim, model.expand_v, model.d_model, model.mlp_width, rule.g.gla",
     ),
     ({"arms": {"x": {**MAMBA, "match": {"state": True, "scale": "key_dim"}}}}, "did you mean 'model.key_dim'?"),
     ({"arms": {"x": {**MAMBA, "match": {"state": True, "scale": "train.lr"}}}}, "unknown dimension 'train.lr'"),
@@ -176,10 +224,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "the arm's parameters do not grow with rule.iterations",
     ),
     ({"arms": {"x": {"rule": "rdn", "match": {"state": True, "scale": "rule.clip"}}}}, "unknown dimension 'rule.clip'"),
-    ({"arms": {"x": {**MAMBA, "match": {}}}}, "arms.x.match: takes exactly one of state: true, parameters: true"),
-    ({"arms": {"x": {**MAMBA, "match": {"state": False}}}}, "takes exactly one of state: true"),
-    ({"arms": {"x": {**MAMBA, "match": {"state": True, "flops": True}}}}, "takes exactly one of state: true"),
-    ({"arms": {"x": {**MAMBA, "match": {"state": 1}}}}, "arms.x.match.state must be a valid boolean, not 1"),
+    ({"arms": {"x": {**MAMBA, "match": {}}}}, "arms.x.match: takes at least one of state: true, cache: true"),
+    ({"arms": {"x": {**MAMBA, "match": []}}}, "arms.x.match: takes at least one of state: true, cache: true"),
+    ({"arms": {"x": {**MAMBA, "match": {"state": False}}}}, "takes at least one of state: true"),
+    ({"arms": {"x": {**MAMBA, "match": {"state": 1}}}}, "match.state: takes true or the path of a dimension, not 1"),
+    ({"arms": {"x": {**MAMBA, "match": ["state", "flopz"]}}}, "unknown quantity 'flopz'; did you mean 'flops'?"),
+    ({"arms": {"x": {**MAMBA, "match": ["state", "state"]}}}, "arms.x.match: 'state' is given twice"),
+    (
+        {"arms": {"x": {**MAMBA, "match": ["state", "cache"]}}},
+        "s.yaml: arms.x.match: state and cache exclude each other: model.key_dim scales both; give each a dimension",
+    ),
+    (
+        {"arms": {"x": {**MAMBA, "match": {"state": True, "flops": True, "scale": "model.key_dim"}}}},
+        "arms.x.match: scale goes with one quantity that is true: write state: model.key_dim",
+    ),
+    (
+        {"arms": {"x": {"rule": "rdn", "match": ["state", "parameters"]}}},
+        "no model.key_dim and model.mlp_width give the base's state of 512 and parameters of 16,248 within 2%: "
+        "the nearest is 484 and 16,215 at key_dim 11 and mlp_width 105; scale another: model.expand_v, model.d_model",
+    ),
+    (
+        {"arms": {"x": {"rule": "rdn", "match": {"state": True, "cache": "model.d_model"}}}},
+        "the arm's cache does not grow with model.d_model",
+    ),
+    (
+        {"arms": {"x": {**MAMBA, "match": ["state", "parameters"]}}},
+        "parameters: unknown dimension 'model.mlp_width'; allowed: model.key_dim, model.expand_v, model.d_model",
+    ),
     ({"arms": {"x": {**MAMBA, "match": "state"}}}, "arms.x.match must be a mapping, not 'state'"),
     ({"arms": {"x": {**MAMBA, "match": {"sate": True}}}}, "arms.x.match: unknown key 'sate'; did you mean 'state'?"),
     ({"arms": {"x": {"mach": {"state": True}}}}, "arms.x: unknown key 'mach'; did you mean 'match'?"),
@@ -190,8 +261,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "arms.x.match on task 'mqar': tune.model.key_dim changes the state: match or tune, not both",
     ),
     (
-        {"arms": {"x": {**MAMBA, "match": {"state": True}}}, "tune": {"trials": 2, "model.conv": INTEGERS}},
-        "tune.model.conv changes the state",
+        {"arms": {"x": {**MAMBA, "match": {"cache": True}}}, "tune": {"trials": 2, "model.conv": INTEGERS}},
+        "tune.model.conv changes the cache",
     ),
     (
         {"arms": {"x": {**MAMBA, "match": {"state": True}}}, "tune": {"trials": 2, "model.con": INTEGERS}},
@@ -224,4 +295,4 @@ def test_a_rule_that_does_not_run_is_named(plan: Callable[..., Plan]) -> None:
 
 
 def test_the_schema_describes_a_match() -> None:
-    assert [*schema()["$defs"]["Match"]["properties"]] == ["state", "parameters", "flops", "scale"]
+    assert [*schema()["$defs"]["Match"]["properties"]] == ["state", "cache", "parameters", "flops", "scale"]

@@ -23,6 +23,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 2},
 }
 SEEDS = range(1, 9)
+COSTS = {"flops_per_token": 1000.0, "kv_cache": 0.0, "conv_cache": 0.0, "dead_parameters": 0.0}
+EARLY = {"flops_per_token": 1000.0}
+"""The costs that the first release recorded as metrics."""
 
 
 class Lab:
@@ -45,6 +48,7 @@ class Lab:
         number: int = 0,
         tuned: dict[str, Any] | None = None,
         seeds: Sequence[int] = SEEDS,
+        costs: dict[str, float] | None = None,
         **given: Any,
     ) -> None:
         """One trial whose run i has values[i] as its final metric on both splits; NaN is a diverged run."""
@@ -55,7 +59,8 @@ class Lab:
             metrics = [
                 (split, TASKS[task]["metric"], step, v) for split in splits for step, v in ((50, 0.01), (100, value))
             ]
-            metrics.append(("cost", "flops_per_token", 100, 1000.0))
+            counted = {**COSTS, **(costs or {})} if costs is not EARLY else EARLY
+            metrics += [("cost", name, 100, value) for name, value in counted.items()]
             runs.append(RunRecord(seed, "diverged" if bad else "done", 70 if bad else None, metrics))
         record: dict[str, Any] = {
             "key": f"{arm} {task} {stage} {number} {seeds[0]}",
@@ -435,6 +440,56 @@ def test_an_arm_of_another_size_is_marked(store: Store) -> None:
     assert report(store, lab.id).tables[0].warnings == [
         "large has 0.50 times the state, 2.00 times the parameters of the base."
     ]
+
+
+def test_caches_are_shown_beside_the_state_where_there_are_any(store: Store) -> None:
+    lab = Lab(store, {"base": {}, "local": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE, costs={"conv_cache": 288.0})
+    lab.record("local", BASE, costs={"kv_cache": 2000.0, "dead_parameters": 96.0})
+    found = report(store, lab.id)
+    assert found.tables[0].warnings == ["local carries 96 of 12,345 parameters that do nothing."]
+    assert "| state | KV cache | conv cache | parameters |" in found.to_markdown()
+    assert "| 48 | 2,000 | 0 | 12,345 |" in found.to_markdown()
+    assert [
+        (row["state_size"], row["recurrent_state"], row["kv_cache"], row["conv_cache"], row["dead_parameters"])
+        for row in csv.DictReader(io.StringIO(found.to_csv()))
+    ] == [("2048", "2048", "0", "288", "0"), ("2048", "48", "2000", "0", "96")]
+
+
+def test_a_table_with_a_trial_of_an_early_release_counts_all_that_is_held(store: Store) -> None:
+    """Early releases recorded the sum alone, as `state_size`."""
+    lab = Lab(store, {"base": {}, "new": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]})
+    lab.record("base", BASE, state_size=2048 + 288, costs=EARLY)
+    lab.record("new", BASE, costs={"conv_cache": 288.0, "kv_cache": 48.0})
+    found = report(store, lab.id)
+    assert [(row.state_size, row.recurrent_state, row.conv_cache) for row in found.tables[0].rows] == [
+        (2336, 2336, None)
+    ] * 2
+    assert found.tables[0].warnings == []
+    assert "conv cache |" not in found.to_markdown()
+    assert any(note.startswith("State counts the convolution's cache") for note in found.tables[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("of_base", "of_arm", "said"),
+    [
+        ("1.00", "0.85", None),
+        ("0.98", "0.64", "The machine was loaded: trainings had their core for 64% to 98% of the time. "),
+        (None, "1.00", "Times are not comparable: some trials were timed by the clock on the wall"),
+        (None, None, "us/token differs at equal flops (slow 1.55 times the base's): the rules may take different"),
+    ],
+)
+def test_times_of_a_loaded_machine_are_marked(
+    store: Store, of_base: str | None, of_arm: str | None, said: str | None
+) -> None:
+    lab = Lab(store, {"base": {}, "slow": {"x": [0, 1]}, "more": {"x": [0, 2]}}, {"mqar": TASKS["mqar"]})
+    for arm, share, speed in (("base", of_base, 62_000.0), ("slow", of_arm, 40_000.0), ("more", of_base, 10_000.0)):
+        hardware = {"device": "CPU", **({"core_share": share} if share else {})}
+        flops = {"flops_per_token": 6000.0 if arm == "more" else 1000.0}
+        lab.record(arm, BASE, hardware=hardware, tokens_per_second=speed, costs=flops)
+    notes = [note for note in report(store, lab.id).tables[0].notes if "us/token" in note or "Times" in note]
+    assert len(notes) == (said is not None)
+    assert said is None or notes[0].startswith(said)
 
 
 def test_tuning_shows_the_best_and_compares_nothing(store: Store) -> None:

@@ -98,7 +98,7 @@ def test_a_size_is_the_study_that_states_it(plan: Callable[..., Plan]) -> None:
 def test_for_task_match_and_tune_go_with_a_ladder(plan: Callable[..., Plan]) -> None:
     made = plan(
         for_task={"text": {"train": {"batch_size": 2}}},
-        arms={"local": {"rule": "attention", "match": {"state": True, "scale": "rule.window"}}},
+        arms={"local": {"rule": "attention", "match": {"cache": True, "scale": "rule.window"}}},
         tune={"train.lr": {"log_uniform": [1e-3, 1e-1]}, "trials": 2},
         scales={"model.d_model": [12, 16]},
     )
