@@ -22,6 +22,7 @@ from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.tasks.batches import TrainingBatches
 from deltalab.training import device
 from deltalab.training.evaluation import costs, counted_without_numbers
+from deltalab.training.stack import Stack
 from deltalab.training.train import RunResult, TrainSpec, TrialResult, save, train
 from deltalab.training.trainer import LockStep
 

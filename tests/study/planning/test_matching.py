@@ -211,7 +211,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"arms": {"x": {"rule": "gla", "match": {"parameters": True, "scale": "rule.g.gla_decay.rnk"}}}},
         "arms.x.match on task 'mqar': scale: unknown dimension 'rule.g.gla_decay.rnk'; "
-        "did you mean 'rule.g.gla_decay.rank'? allowed: model.key_dim, model.expand_v, model.d_model, model.mlp_width, rule.g.gla",
+        "did you mean 'rule.g.gla_decay.rank'? allowed: model.key_dim, model.expand_v, model.d_model, model.mlp_width, "
+        "rule.g.gla_decay.rank",
     ),
     ({"arms": {"x": {**MAMBA, "match": {"state": True, "scale": "key_dim"}}}}, "did you mean 'model.key_dim'?"),
     ({"arms": {"x": {**MAMBA, "match": {"state": True, "scale": "train.lr"}}}}, "unknown dimension 'train.lr'"),

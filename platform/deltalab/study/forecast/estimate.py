@@ -260,7 +260,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         notes=(
             *_searched(plan),
             *plan.notes,
-            *_dead(arms),
+            *_dead(plan, arms),
             *_extended(plan),
             *_one_rate(plan),
             *_passes(trainings),
@@ -270,9 +270,13 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
     )
 
 
-def _dead(arms: list[ArmCost]) -> list[str]:
-    """Notes on arms with parameters that do nothing. An arm with as many on each task is named once."""
-    notes = (dead_parameters_text(arm.arm, arm.dead_parameters, arm.parameters) for arm in arms)
+def _dead(plan: Plan, costs: list[ArmCost]) -> list[str]:
+    """Notes on arms with parameters that do nothing. An arm with as many on each task is named once.
+
+    What a search will find is not known, and its finalists stand in the plan as the base.
+    """
+    known = [cost for cost, arm in zip(costs, plan.arms, strict=True) if arm.is_base or not plan.spec.search]
+    notes = (dead_parameters_text(cost.arm, cost.dead_parameters, cost.parameters) for cost in known)
     return list(dict.fromkeys(filter(None, notes)))
 
 
