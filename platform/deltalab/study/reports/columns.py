@@ -152,6 +152,7 @@ COLUMNS: tuple[Column, ...] = (
         "The mean over seeds if all seeds take the tuned values.",
         "%.4f",
         "95% interval of these values",
+        seldom=True,
     ),
     _in_files("chose", int),
     _in_files("by_budget", list),
