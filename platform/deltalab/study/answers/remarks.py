@@ -232,6 +232,8 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
             SMALL,
         ]
     family = "the study's" if spec.is_one_family else "a task's"
+    families = 1 if spec.is_one_family else len(spec.tasks)
+    most = 1 - (1 - ALPHA) ** families
     score = "A seed's score is that on the test split at the last step."
     if is_choice:
         does = "tries every training of its arm" if spec.is_search else "trains every candidate"
@@ -244,5 +246,7 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
         f"Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over {family}"
         f" arms and hold jointly: better and worse mean p <= {ALPHA}, and an interval that leaves out 0.",
         "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
+        f"Whole study: if no arm differed from the base, at most {most:.0%} of such studies would find a difference"
+        + (f", {ALPHA:.0%} on each task; family: study keeps {ALPHA:.0%}." if families > 1 else "."),
         SMALL,
     ]

@@ -168,7 +168,7 @@ class StudySpec(_Strict):
         search: A search for architectures, in place of arms.
         scales: A ladder: sizes at which every arm runs, each against the base of its size.
         seeds: How many seeds, or {at_least, at_most}.
-        family: The arms that are tested together: those of a task, or those of the whole study.
+        family: The arms that are tested together: those of the whole study, or those of a task.
         resources: What one stack of trials takes.
         deadline: Seconds that a trial may take.
     """
@@ -188,7 +188,7 @@ class StudySpec(_Strict):
         Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")] | Annotated[Seeds, Tag("[looks]")],
         Discriminator(lambda raw: "[looks]" if isinstance(raw, dict | Seeds) else "[number]"),
     ]
-    family: Literal["task", "study"] = "task"
+    family: Literal["task", "study"] = "study"
     resources: Resources = Resources()
     deadline: Annotated[Number, Field(gt=0, le=1e9)] | None = None
 
