@@ -1,33 +1,17 @@
 """The scripts behind docs/transfer.md: Kendall's tau of proxies, and the best rate of a width."""
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from scipy import stats
-from tests.support.folders import BENCHMARKS, DOCS
+from tests.support.folders import DOCS
+from tests.support.scripts import loaded
 
 from deltalab.errors import InputError
 from deltalab.study.answers.ladder_trends import Size
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)  # Scripts import one another.
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
-
 
 kendall, order, transfer = (loaded(name) for name in ("kendall", "order", "transfer"))
 

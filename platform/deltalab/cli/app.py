@@ -124,14 +124,15 @@ def study_plan(
     workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
     db: Db = None,
     sd: Annotated[
-        float | None, typer.Option(min=0.0, help="Standard deviation of a seed's score; else from the database.")
+        float | None,
+        typer.Option(min=0.0, help="Standard deviation of a seed's score; else from the database, or as shipped."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show arms, trials, runs, the time they take here, and the effect that the study can find. Runs nothing."""
     from deltalab.store import Store
     from deltalab.study.forecast.estimate import estimate
-    from deltalab.study.forecast.power import Spread, spreads
+    from deltalab.study.forecast.power import Spread, nearest_spreads, shipped, spreads
     from deltalab.study.planning import warm_starts
     from deltalab.study.planning.make import plan_study
 
@@ -141,9 +142,14 @@ def study_plan(
     known_spreads: list[Spread] = []
     if sd is not None:
         known_spreads = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
-    elif Store.exists(db):
-        with Store.open(db, create=False) as store:
-            known_spreads = spreads(store, plan.tasks)
+    else:
+        if Store.exists(db):
+            with Store.open(db, create=False) as store:
+                known_spreads = spreads(store, plan.tasks)
+        known = {spread.task for spread in known_spreads}
+        steps = {arm.task: arm.config["train"]["steps"] for arm in plan.arms if arm.is_base}
+        unknown = {name: task for name, task in plan.tasks.items() if name not in known}
+        known_spreads += nearest_spreads(unknown, steps, shipped())
     warm_starts.require_recorded(plan, db)
     forecast = estimate(plan, workers=workers, spreads=known_spreads)
     if as_json:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,15 @@ from tests.support.folders import ROOT
 from deltalab import get_task
 from deltalab.store import RunRecord, Store
 from deltalab.study.forecast.estimate import Estimate, estimate
-from deltalab.study.forecast.power import Spread, detectable, spreads
+from deltalab.study.forecast.power import (
+    MeasuredSpread,
+    Spread,
+    detectable,
+    nearest_spreads,
+    seed_correlation,
+    shipped,
+    spreads,
+)
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import arm_records, provenance
@@ -119,6 +127,43 @@ def test_the_spread_of_a_task_is_that_of_its_latest_study(tmp_path: Path) -> Non
             store.record_trial(study, arm.name, made, 0, {})
         (found,) = spreads(store, plan.tasks)
         assert found.sd == pytest.approx(np.std([0, 0.1] * 3, ddof=1) / math.sqrt(2))
+        assert found.correlation is None, "all seeds of the base agree"
         assert (found.task, found.metric, found.source) == ("mqar", "accuracy", "study s in the ledger")
         other = get_task("mqar", length=32, pairs=2, vocab_size=32)
         assert spreads(store, {"mqar": other}) == [], "another size of the task has another spread"
+
+
+def test_the_nearest_measured_spread_counts_and_says_what_differs() -> None:
+    sizes = {"small": (32, 4), "large": (256, 32), "middling": (256, 16)}
+    tasks = {name: get_task("mqar", length=length, pairs=n, vocab_size=256) for name, (length, n) in sizes.items()}
+    measured = [
+        MeasuredSpread("mqar", metric, {**asdict(tasks[name]), "mixture": [], "tests": []}, 200, sd, 0.4, "a_study")
+        for name, metric, sd in (("small", "loss", 0.3), ("small", "accuracy", 0.1), ("large", "accuracy", 0.2))
+    ]
+    known = nearest_spreads({**tasks, "longer": tasks["small"]}, dict.fromkeys(tasks, 200) | {"longer": 600}, measured)
+    assert known == [
+        Spread("small", "accuracy", 0.1, "measured on a_study", 0.4),
+        Spread("large", "accuracy", 0.2, "measured on a_study", 0.4),
+        Spread("middling", "accuracy", 0.2, "measured on a_study with pairs=32", 0.4),
+        Spread("longer", "accuracy", 0.1, "measured on a_study with steps=200", 0.4),
+    ]
+
+
+def test_a_task_that_was_not_measured_has_no_shipped_spread() -> None:
+    assert nearest_spreads({"digits": get_task("digits")}, {"digits": 100}, shipped()) == []
+
+
+@pytest.mark.parametrize("study", sorted(file.stem for file in (ROOT / "studies").glob("*.yaml")))
+def test_every_task_of_a_shipped_study_has_a_spread(study: str) -> None:
+    spec = load_study(ROOT / "studies" / f"{study}.yaml")
+    tasks = {}
+    for name, params in spec.task.items():
+        kind = params.get("task", name)
+        assert isinstance(kind, str)
+        tasks[name] = get_task(kind, **{key: value for key, value in params.items() if key != "task"})
+    assert {spread.task for spread in nearest_spreads(tasks, dict.fromkeys(tasks, 200), shipped())} == set(tasks)
+
+
+def test_arms_that_share_their_luck_correlate() -> None:
+    assert seed_correlation([[0.1, 0.9, 0.4], [0.2, 1.0, 0.5]]) == 1.0
+    assert seed_correlation([[0.1, 0.9, 0.4], [0.5, 0.5, 0.5]]) is None, "an arm whose seeds agree has none"

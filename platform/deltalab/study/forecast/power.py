@@ -1,13 +1,16 @@
 """Forecasts, before a study runs, how large an effect must be for the study to find it."""
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deltalab.reading import pairs
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.specs.recorded_study import recorded_tasks
@@ -22,6 +25,10 @@ MOST_ARMS = 12
 """The most arms of a simulated study. More arms would change the detectable effect little and take long."""
 
 
+SHIPPED = Path(__file__).with_name("spreads.json")
+"""The spreads that come with deltalab. `benchmarks/measures.py` measures them."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """How much the scores of seeds differ on a task.
@@ -30,13 +37,49 @@ class Spread:
         task: The task's name in the study.
         metric: The metric of the scores.
         sd: The standard deviation of a seed's score.
-        source: The study that the standard deviation was read from, in words.
+        source: Where the standard deviation comes from, in words.
+        correlation: The correlation of a seed's scores between arms, the mean over all pairs of arms; None if it is not
+            known.
     """
 
     task: str
     metric: str
     sd: float
     source: str
+    correlation: float | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredSpread:
+    """A spread that comes with deltalab, and the training that it was measured on.
+
+    Attributes:
+        task: The task's name in the registry.
+        metric: The metric of the scores.
+        parameters: The parameters of the task.
+        steps: The steps of each training.
+        sd: The standard deviation of a seed's score.
+        correlation: The correlation of a seed's scores between arms; None if it is not known.
+        source: The study and profile whose arms were trained.
+    """
+
+    task: str
+    metric: str
+    parameters: Mapping[str, Any]
+    steps: int
+    sd: float
+    correlation: float | None
+    source: str
+
+    def differences(self, parameters: Mapping[str, Any], steps: int) -> dict[str, Any]:
+        """Returns what differs from a task with `parameters` that trains for `steps`, with this spread's values."""
+        here, there = {**self.parameters, "steps": self.steps}, {**parameters, "steps": steps}
+        return {key: value for key, value in here.items() if value != there.get(key)}
+
+    def distance(self, parameters: Mapping[str, Any], steps: int) -> float:
+        """Returns how far this spread is from a task: the sum of |log(a / b)| of numbers, and 1 for anything else."""
+        there = {**parameters, "steps": steps}
+        return math.fsum(_apart(value, there.get(key)) for key, value in self.differences(parameters, steps).items())
 
 
 @cache
@@ -94,17 +137,83 @@ def spreads(store: Store, tasks: Mapping[str, Task]) -> list[Spread]:
                 if (recorded.metric, recorded.parameters) == (task.metric, _as_json(asdict(task)))
             ]
             scores = scores_by_task(store, study).get(names[0]) if names else None
-            sds = [
-                float(np.std(differences, ddof=1)) / math.sqrt(2)
-                for arm in (scores.others if scores else ())
-                if scores and len(differences := scores.differences(arm)) > 2
-            ]
-            if sds:
-                known.append(Spread(label, task.metric, float(np.median(sds)), f"study {study.address} in the ledger"))
+            if scores is None:
+                continue
+            paired = {arm: differences for arm in scores.others if len(differences := scores.differences(arm)) > 2}
+            if paired:
+                seeds = min(map(len, paired.values()))
+                by_arm = [list(scores.results[arm].values())[:seeds] for arm in (scores.base, *paired)]
+                source = f"study {study.address} in the ledger"
+                sd, correlation = paired_sd([*paired.values()]), seed_correlation(by_arm)
+                known.append(Spread(label, task.metric, sd, source, correlation))
                 break
     return known
 
 
+def nearest_spreads(
+    tasks: Mapping[str, Task], steps: Mapping[str, int], measured: Sequence[MeasuredSpread]
+) -> list[Spread]:
+    """Looks up the spread of scores on each task among spreads that were measured.
+
+    The nearest spread of the same task and metric counts. `source` says what differs.
+
+    Args:
+        tasks: The tasks by the names that the plan gives them.
+        steps: The steps of the base's training, by the same names.
+        measured: The spreads, such as those that are `shipped`.
+
+    Returns:
+        The spreads of the tasks that were measured at all.
+    """
+    known = []
+    for label, task in tasks.items():
+        parameters = _as_json(asdict(task))
+        same = [one for one in measured if (one.task, one.metric) == (task.name, task.metric)]
+        if same:
+            nearest = min(same, key=lambda one: one.distance(parameters, steps[label]))
+            others = nearest.differences(parameters, steps[label])
+            source = f"measured on {nearest.source}" + (f" with {pairs(others)}" if others else "")
+            known.append(Spread(label, task.metric, nearest.sd, source, nearest.correlation))
+    return known
+
+
+def paired_sd(differences: Sequence[Sequence[float]]) -> float:
+    """Returns the standard deviation of a seed's score: the median over arms of sd(difference to the base) / sqrt(2).
+
+    Args:
+        differences: The differences of each arm, by seed.
+    """
+    return float(np.median([np.std(d, ddof=1) for d in differences])) / math.sqrt(2)
+
+
+def seed_correlation(scores: Sequence[Sequence[float]]) -> float | None:
+    """Returns the correlation of seeds between arms, the mean over pairs of arms; None if no pair of arms varies.
+
+    Args:
+        scores: The scores of each arm, by seed.
+
+    Examples:
+        >>> seed_correlation([[1, 2, 3], [2, 4, 6], [5, 5, 5]])
+        1.0
+    """
+    varying = [row for row in scores if np.ptp(row) > 0]
+    if len(varying) < 2:
+        return None
+    return round(float(np.corrcoef(varying)[np.triu_indices(len(varying), 1)].mean()), 12)
+
+
+@cache
+def shipped() -> tuple[MeasuredSpread, ...]:
+    """Reads the spreads that come with deltalab."""
+    return tuple(MeasuredSpread(**one) for one in json.loads(SHIPPED.read_text()))
+
+
+def _apart(first: Any, second: Any) -> float:
+    are_positive = all(isinstance(value, int | float) and value > 0 for value in (first, second))
+    return abs(math.log(first / second)) if are_positive else 1.0
+
+
 def _as_json(parameters: dict[str, Any]) -> dict[str, Any]:
     """Returns parameters as the ledger stores them, with lists in place of tuples."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
+    stored: dict[str, Any] = json.loads(json.dumps(parameters))
+    return stored
