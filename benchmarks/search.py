@@ -1,15 +1,15 @@
 """Measures the search itself on scores that are computed, not trained: its results, its finalists and its costs.
 
     python benchmarks/search.py --out search.json            # all parts, about an hour of one core
-    python benchmarks/search.py --only regret --samplers tpe,random --repeats 40
+    python benchmarks/search.py --only regret --samplers mixed,random --landscapes needle
 
 The parts (--only) are:
 
-- regret: the share of the hypervolume of the true front that the candidates have missed after 64 and 256 trials. The
-  space has 192 layouts (rule, layers, key_dim, d_model) and a learning rate; `evaluate` has formulas for the score, the
-  arithmetic and the state of a layout. The true front has the best learning rate of each layout. `search` is the search
-  of a study, the control's fifth included; the other names are those of a sampler alone. `before` is the search until
-  2026-11-23: independent TPE in batches of ten, with choices of numbers without their order.
+- regret: the share of the hypervolume of the true front that the candidates have missed after 64 and 256 trials, on
+  each of the landscapes (--landscapes) of `landscapes.py`. The true front has the best learning rate of each layout.
+  Each sampler draws as in a study, with the control's fifth at random; `random` draws all at random. `needle found` is
+  the share of the repeats in which a candidate was the needle. With --noise, the samplers are told scores with such a
+  standard deviation, and the regret is that of the scores without noise.
 - kept: the share of the hypervolume of 64 random candidates that 8 finalists keep. Noisy scores choose the finalists,
   and scores without noise give the shares. `before` takes the front by noisy scores first, then the others by score.
 - draw: ms of a draw with 500 and 5,000 known results, which includes drawing, adding and telling.
@@ -19,7 +19,6 @@ CPU seconds are those of this process. Wall seconds also depend on the other wor
 """
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -35,134 +34,76 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import optuna
 import torch
+from landscapes import LANDSCAPES, LR, Landscape, Layout, Point
 
 from deltalab.store import RunRecord
 from deltalab.study.planning.tuning_candidates import RANDOM_FROM
 from deltalab.study.running import run
-from deltalab.study.searching.phase import WINDOW, controls_by, finalists
-from deltalab.study.searching.sampler import OptunaStudy
+from deltalab.study.searching.phase import WINDOW, begin_draws, controls_by, finalists
 from deltalab.study.specs.budget import Searching
-from deltalab.study.statistics.pareto import front, hypervolume
+from deltalab.study.statistics.pareto import front
 from deltalab.study.workers import train_stack
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.worker import Worker
 from deltalab.training.device import device_name
 
-Layout = dict[str, Any]
-Point = tuple[float, float, float]
-
-RULES = {"linear": (0.55, 1.0), "gated": (0.7, 1.35), "delta": (0.8, 1.7), "comba": (0.9, 2.6)}
-"""The rules, each with its gain from state and width, and with the operations of an element of its state."""
-LAYERS, KEYS, WIDTHS = (1, 2, 4), (16, 32, 64, 128), (32, 64, 128, 256)
-LAYOUTS: list[Layout] = [
-    {"rule": rule, "model.layers": layers, "model.key_dim": keys, "model.d_model": width}
-    for rule, layers, keys, width in itertools.product(RULES, LAYERS, KEYS, WIDTHS)
-]
-SPACE: dict[str, Any] = {
-    "rule": {"choice": [*RULES]},
-    "model.layers": {"choice": [*LAYERS]},
-    "model.key_dim": {"choice": [*KEYS]},
-    "model.d_model": {"choice": [*WIDTHS]},
-    "train.lr": {"log_uniform": [1e-3, 1e-1]},
-}
+PLAIN = LANDSCAPES["plain"]
 
 
-def best_lr(layout: Layout) -> float:
-    """Returns the learning rate with the best score."""
-    return float(1e-2 * (64 / layout["model.d_model"]) ** 0.5 / layout["model.layers"] ** 0.25)
-
-
-def evaluate(candidate: Layout) -> Point:
-    """Returns minus the score, the operations per token and the state.
-
-    With these constants, random search has a regret of 0.056 after 64 trials and of 0.021 after 256, as on the front of
-    issue 18.
-    """
-    gain, price = RULES[candidate["rule"]]
-    layers, keys, width = (candidate[f"model.{name}"] for name in ("layers", "key_dim", "d_model"))
-    memory = 1 - math.exp(-gain * (layers * keys) ** 0.5 / 2)
-    capacity = 1 - math.exp(-gain * layers**0.5 * width / 64)
-    off = math.log10(candidate["train.lr"] / best_lr(candidate)) / 1.5
-    score = memory * capacity * math.exp(-(off**2))
-    return -score, float(2 * layers * width * (2 * width + price * keys)), float(layers * keys * width)
-
-
-TRUE_FRONT = [evaluate({**layout, "train.lr": best_lr(layout)}) for layout in LAYOUTS]
-REFERENCE = (0.0, *(1.1 * max(column) - 0.1 * min(column) for column in [*zip(*TRUE_FRONT, strict=True)][1:]))
-WHOLE = hypervolume(TRUE_FRONT, REFERENCE)
-
-
-def regret(points: Sequence[Point]) -> float:
-    """Returns the share of the true front's hypervolume that points miss."""
-    return 1 - hypervolume(points, REFERENCE) / WHOLE
-
-
-def candidate_points(name: str, trials: int, repeat: int) -> list[Point]:
-    """Returns the points of the candidates of a study's search (`search`), or of a sampler alone, in their order."""
-    if name == "before":
-        return candidate_points_before(trials, repeat)
-    sampler = "tpe" if name == "search" else name
-    space = Searching.model_validate({**SPACE, "trials": trials, "sampler": sampler})
-    live = OptunaStudy(f"regret {repeat}", space, [False, False, False])
-    points: list[Point] = []
+def drawn_candidates(
+    landscape: Landscape, sampler: str, trials: int, repeat: int, noise: float
+) -> tuple[list[Layout], list[Point]]:
+    """Returns the candidates of a study's search and their points, in their order."""
+    space = Searching.model_validate({**landscape.space, "trials": trials, "sampler": sampler})
+    live = begin_draws(f"regret {repeat}", space, [False, False, False])
+    error = random.Random(f"noise {repeat}")
+    candidates: list[Layout] = []
     running: deque[Point] = deque()
     drawn = {"control": 0, "sampler": 0}
     for number in range(trials):
         while len(running) >= WINDOW:
             live.tell(running.popleft())
-        control = name == "search" and drawn["control"] < controls_by(number, trials, space.controls)
+        control = drawn["control"] < controls_by(number, trials, space.controls)
         kind, first = ("control", RANDOM_FROM) if control else ("sampler", 0)
         candidate = live.draw(first + drawn[kind], "random" if control else space.sampler)
         drawn[kind] += 1
         live.add(candidate)
-        points.append(evaluate(candidate))
-        running.append(points[-1])
-    return points
+        candidates.append(candidate)
+        score, *costs = landscape.evaluate(candidate)
+        running.append((score + error.gauss(0, noise), costs[0], costs[1]))
+    return candidates, [*map(landscape.evaluate, candidates)]
 
 
-def candidate_points_before(trials: int, repeat: int) -> list[Point]:
-    """Returns the points of the candidates of `before`, in their order."""
-    study = optuna.create_study(
-        directions=["minimize"] * 3,
-        sampler=optuna.samplers.TPESampler(seed=repeat, n_startup_trials=10, multivariate=False, constant_liar=True),
-    )
-    distributions: dict[str, Any] = {
-        path: optuna.distributions.FloatDistribution(*search["log_uniform"], log=True)
-        if "log_uniform" in search
-        else optuna.distributions.CategoricalDistribution(search["choice"])
-        for path, search in SPACE.items()
-    }
-    points: list[Point] = []
-    while len(points) < trials:
-        batch = [study.ask(distributions) for _ in range(min(10, trials - len(points)))]
-        points += [evaluate(asked.params) for asked in batch]
-        for asked, point in zip(batch, points[-len(batch) :], strict=True):
-            study.tell(asked, point)
-    return points
-
-
-def measure_regret(samplers: Sequence[str], repeats: int, lengths: Sequence[int] = (64, 256)) -> dict[str, Any]:
+def measure_regret(
+    landscape: Landscape, samplers: Sequence[str], repeats: int, noise: float, lengths: Sequence[int] = (64, 256)
+) -> dict[str, Any]:
     """Measures the part `regret`.
 
     A search of 64 trials differs from the first 64 trials of 256, because the control's share is spread over all.
     """
     result: dict[str, Any] = {}
-    for name in samplers:
+    for sampler in samplers:
         for trials in lengths:
-            if name == "gp" and trials > 64:
+            if sampler == "gp" and trials > 64:
                 continue
+            regrets, found = [], 0
             started = time.process_time()
-            regrets = [regret(candidate_points(name, trials, repeat)) for repeat in range(repeats)]
+            for repeat in range(repeats):
+                candidates, points = drawn_candidates(landscape, sampler, trials, repeat, noise)
+                regrets.append(landscape.regret(points))
+                found += any(map(landscape.needle, candidates))
             took = time.process_time() - started
-            result.setdefault(name, {})[str(trials)] = {
+            figures = {
                 "mean": statistics.fmean(regrets),
                 "standard error": statistics.stdev(regrets) / repeats**0.5,
                 "repeats": repeats,
                 "ms a draw, CPU": 1e3 * took / repeats / trials,
             }
-            print("regret", name, trials, result[name][str(trials)], flush=True)
+            if found:
+                figures["needle found"] = found / repeats
+            result.setdefault(f"{sampler}, noise {noise}" if noise else sampler, {})[str(trials)] = figures
+            print("regret", sampler, trials, figures, flush=True)
     return result
 
 
@@ -182,12 +123,12 @@ def measure_kept(repeats: int) -> dict[str, Any]:
         kept: dict[str, list[float]] = {name: [] for name in ways}
         for repeat in range(repeats):
             draw = random.Random(repeat)
-            drawn = [{**draw.choice(LAYOUTS), "train.lr": 10 ** draw.uniform(-3, -1)} for _ in range(64)]
-            points = [evaluate(candidate) for candidate in drawn]
+            drawn = [{**draw.choice(PLAIN.layouts), LR: 10 ** draw.uniform(-3, -1)} for _ in range(64)]
+            points = [PLAIN.evaluate(candidate) for candidate in drawn]
             noisy = [(point[0] + draw.gauss(0, noise), *point[1:]) for point in points]
             for name, choose in ways.items():
                 chosen = [points[i] for i in choose(noisy, 8)]
-                kept[name].append(hypervolume(chosen, REFERENCE) / hypervolume(points, REFERENCE))
+                kept[name].append((1 - PLAIN.regret(chosen)) / (1 - PLAIN.regret(points)))
         for name, shares in kept.items():
             figures = {"mean": statistics.fmean(shares), "standard error": statistics.stdev(shares) / repeats**0.5}
             result.setdefault(f"noise {noise}", {})[name] = figures
@@ -195,23 +136,23 @@ def measure_kept(repeats: int) -> dict[str, Any]:
     return {"repeats": repeats, **result}
 
 
-def measure_draws(counts: Sequence[int] = (500, 5000), draws: int = 300) -> dict[str, Any]:
+def measure_draws(samplers: Sequence[str], counts: Sequence[int] = (500, 5000), draws: int = 300) -> dict[str, Any]:
     """Measures the part `draw`: the mean over more draws than lie between two renewals of the study."""
     result: dict[str, Any] = {}
-    for sampler in ("tpe", "nsga2", "nsga3"):
+    for sampler in samplers:
         for count in counts:
-            space = Searching.model_validate({**SPACE, "trials": 10_000, "sampler": sampler})
-            live = OptunaStudy("draws", space, [False, False, False])
+            space = Searching.model_validate({**PLAIN.space, "trials": 10_000, "sampler": sampler})
+            live = begin_draws("draws", space, [False, False, False])
             ready = time.process_time()
             for number in range(count):
                 candidate = live.draw(number, "random")
                 live.add(candidate)
-                live.tell(evaluate(candidate))
+                live.tell(PLAIN.evaluate(candidate))
             started = time.process_time()
             for number in range(count, count + draws):
                 candidate = live.draw(number, space.sampler)
                 live.add(candidate)
-                live.tell(evaluate(candidate))
+                live.tell(PLAIN.evaluate(candidate))
             ended = time.process_time()
             figures = {"ms a draw, CPU": 1e3 * (ended - started) / draws, "s to begin with, CPU": started - ready}
             result.setdefault(sampler, {})[str(count)] = figures
@@ -287,22 +228,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("regret", "kept", "draw", "trials")
     parser.add_argument("--only", choices=parts, nargs="+", default=parts)
-    parser.add_argument("--samplers", default="before,random,tpe,search,nsga2,nsga3")
+    parser.add_argument("--samplers", default="random,mixed,tpe,nsga2,nsga3")
+    parser.add_argument("--landscapes", choices=LANDSCAPES, nargs="+", default=[*LANDSCAPES])
+    parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--trials", type=int, default=5000)
     parser.add_argument("--out", type=Path, help="figures are added to those in the file")
     options = parser.parse_args()
     measured: dict[str, Callable[[], dict[str, Any]]] = {
-        "regret": lambda: measure_regret(options.samplers.split(","), options.repeats),
+        "regret": lambda: {
+            name: measure_regret(LANDSCAPES[name], options.samplers.split(","), options.repeats, options.noise)
+            for name in options.landscapes
+        },
         "kept": lambda: measure_kept(10 * options.repeats),
-        "draw": measure_draws,
+        "draw": lambda: measure_draws([each for each in options.samplers.split(",") if each != "random"]),
         "trials": lambda: measure_trials(options.trials),
     }
     before = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     for part in options.only:
         figures = measured[part]()
-        figures = {**before.get(part, {}), **figures} if part == "regret" else figures
-        before[part] = figures
+        if part == "regret":
+            known = before.get(part, {})
+            figures = {**known, **{name: {**known.get(name, {}), **new} for name, new in figures.items()}}
+        before[part] = {**before.get(part, {}), **figures} if part == "draw" else figures
         before["about"] = {
             "python": platform.python_version(),
             **{name: version(name) for name in ("optuna", "ray", "sqlalchemy")},

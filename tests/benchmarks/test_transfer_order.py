@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from tests.support.folders import DOCS
+from tests.support.folders import BENCHMARKS, DOCS
 from tests.support.scripts import loaded
 
 from deltalab.errors import InputError

@@ -9,7 +9,7 @@ from tests.support.ledgers import BASE, begin, cells, charts, open_page, record,
 from tests.support.search_ledger import record_search
 
 from deltalab.store import Store
-from deltalab.study.answers import importance, search_results
+from deltalab.study.answers import importance
 from deltalab.study.specs.search_space import Search
 from deltalab_dashboard.charts.candidates import (
     CandidateTable,
@@ -23,13 +23,14 @@ from deltalab_dashboard.charts.candidates import (
 @pytest.fixture
 def searched(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(importance, "TREES", 8)
-    search_results._importance.cache_clear()
     return record_search(store)
 
 
 def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int) -> None:
     app = open_page("search.py")
-    assert "The best accuracy on validation is 0.900, by found_1 (fast start). The base has 0.700." in texts(app)
+    assert "The best accuracy on validation is 0.900, by found_1 (fast start). The base, tuned, has 0.700." in texts(
+        app
+    )
     front = cells(app.table[0].value)
     assert front["what it is"] == ["", "fast start", "no decay"]
     assert [code.value for code in app.code] == [

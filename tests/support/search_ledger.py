@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.store.models import Stage
@@ -40,11 +40,18 @@ SPEC = {
 class Lab:
     """A search being recorded."""
 
-    def __init__(self, store: Store, *objectives: str) -> None:
+    def __init__(self, store: Store, *objectives: str, space: Mapping[str, Any] = SEARCH) -> None:
         self.store = store
-        spec = {**SPEC, "search": {**SEARCH, "objectives": objectives}} if objectives else SPEC
+        spec = {**SPEC, "search": {**space, **({"objectives": objectives} if objectives else {})}}
         arms = [ArmRecord(name, name == "base", {}, {"mqar": BASE}) for name in ("base", "found_1", "found_2")]
         self.id = store.begin_study("s", None, "id", spec, arms, {"tasks": TASKS})
+
+    @classmethod
+    def of(cls, store: Store, study_id: int) -> Self:
+        """The lab of a search that is recorded already."""
+        lab = cls.__new__(cls)
+        lab.store, lab.id = store, study_id
+        return lab
 
     def record(
         self,

@@ -73,7 +73,7 @@ def summary(table: CandidateTable) -> str:
         return ""
     sentence = f"The best {table.labels[objective]} on validation is {best[objective]:.3f}, by {candidate_name(best)}."
     base = next((row for row in table.rows if row["kind"] == "base" and finite(row, objective)), None)
-    return sentence if base is None or base is best else f"{sentence} The base has {base[objective]:.3f}."
+    return sentence if base is None or base is best else f"{sentence} The base, tuned, has {base[objective]:.3f}."
 
 
 def candidate_name(row: Mapping[Any, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric; Training -> TrainingMetric; and Driver -> Stack."""
+"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric; Training -> its metrics; Driver -> Stack."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -54,6 +54,7 @@ class Base(DeclarativeBase):
     type_annotation_map: ClassVar = {
         dict[str, Any]: JSON,
         list[str]: JSON,
+        list[dict[str, Any]]: JSON,
         datetime: UtcTime,
         StudyState: String,
         TrialState: String,
@@ -135,6 +136,25 @@ class Arm(Base):
     position: Mapped[int]
     change: Mapped[dict[str, Any]]
     config: Mapped[dict[str, Any]]
+
+
+class Importance(Base):
+    """How much each searched setting explains of a metric's variance. It takes seconds to compute, so it is kept.
+
+    Attributes:
+        study_id: Its study, which is a search.
+        metric: The metric, as the search names its objective.
+        computed_from: The hash of the candidates, of their scores and of the method. If a study's differs, it is
+            computed anew.
+        shares: The settings with their shares, as `deltalab.study.answers.importance.Importance` has them.
+    """
+
+    __tablename__ = "importance"
+
+    study_id: Mapped[int] = mapped_column(ForeignKey("study.id", ondelete="CASCADE"), primary_key=True)
+    metric: Mapped[str] = mapped_column(primary_key=True)
+    computed_from: Mapped[str]
+    shares: Mapped[list[dict[str, Any]]]
 
 
 class RuleVersion(Base):

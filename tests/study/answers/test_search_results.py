@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.support.search_ledger import BASE, BEST, CHEAP, TASKS, TUNED, Lab, record_search, values
+from tests.support.search_ledger import BASE, BEST, CHEAP, SEARCH, TASKS, TUNED, Lab, record_search, values
 
 from deltalab.store import Store
 from deltalab.study.answers import importance, search_results
 from deltalab.study.answers.search_points import differences_from_base
 from deltalab.study.answers.search_results import Discovery
-from deltalab.study.planning.tuning_candidates import MOST_DRAWN
+from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM
 from deltalab.study.reports.report import Report, report
 from deltalab.study.reports.search_sections import sections
 from deltalab.study.searching.results import at_chance
@@ -23,7 +23,6 @@ from deltalab.study.specs.budget import Objective
 @pytest.fixture(autouse=True)
 def small_forests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importance, "TREES", 8)
-    search_results._importance.cache_clear()
 
 
 @pytest.fixture
@@ -226,3 +225,55 @@ def test_a_value_that_the_base_has_on_one_task_alone_differs() -> None:
 def test_a_knob_that_the_base_does_not_have_differs() -> None:
     other = {**BASE, "rule": {"name": "other", "xi": 1}}
     assert differences_from_base(BASE, other, [], {"rule.xi": 1, "rule": "other"}) == {"rule.xi": 1, "rule": "other"}
+
+
+def test_the_rules_that_were_tried_say_what_they_were_never_tried_with(store: Store) -> None:
+    space = {
+        "rule": {"choice": ["gla", {"name": "comba", "transition": "iplr"}, "rdn"]},
+        "model.conv": {"choice": [0, 4]},
+        "rule.d": {"choice": ["none", "head"], "when": {"rule": ["comba"]}},
+        "train.lr": {"log_uniform": [0.01, 0.1]},
+        "trials": 40,
+    }
+    lab = Lab(store, space=space)
+    comba = {"name": "comba", "transition": "iplr"}
+    lab.record(1, {"rule": "gla", "model.conv": 4, "train.lr": 0.02}, 0.9)
+    lab.record(2, {"rule": "gla", "model.conv": 0, "train.lr": 0.03}, 0.6)
+    lab.record(3, {"rule": comba, "rule.d": "head", "model.conv": 0, "train.lr": 0.02}, 0.4)
+    lab.record(RANDOM_FROM, {"rule": comba, "rule.d": "head", "model.conv": 0, "train.lr": 0.05}, 0.5)
+    search = search_of(report(store, lab.id))
+    assert [(each.rule, each.candidates, each.random, each.never) for each in search.rules] == [
+        ("gla", 2, 0, {}),
+        (comba, 2, 1, {"model.conv": [4], "rule.d": ["none"]}),
+        ("rdn", 0, 0, {"model.conv": [0, 4]}),
+    ]
+    assert [each.best["accuracy@mqar"] for each in search.rules[:2]] == [0.9, 0.5]
+    [section] = [each for each in sections(search) if each.title == "The rules tried"]
+    assert section.rows[1] == ["comba (iplr transition)", "2", "1", "0.500", "model.conv 4; rule.d none"]
+    assert section.rows[2] == ["rdn", "0", "0", "", "model.conv 0, 4"]
+    assert "single draw of its training" in section.notes[0]
+
+
+def test_a_search_of_an_earlier_release_that_names_no_sampler_was_drawn_by_tpe(searched: Report) -> None:
+    assert "sampler" not in SEARCH
+    assert search_of(searched).drawn["tpe"] == 31
+
+
+def test_importance_is_computed_once_and_anew_when_results_were_added(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(candidates: Any, *args: Any) -> Any:
+        calls.append(len(candidates))
+        return importance.importance(candidates, *args)
+
+    monkeypatch.setattr(search_results, "importance", counted)
+    study = record_search(store)
+    first = search_of(report(store, study))
+    again = search_of(report(store, study))
+    assert calls == [41], "the ledger keeps what the first report computed"
+    assert again.importances == first.importances
+    Lab.of(store, study).record(32, {**CHEAP, "train.lr": 0.03}, 0.1)
+    assert search_of(report(store, study)).importances != first.importances
+    assert calls == [41, 42]

@@ -425,7 +425,7 @@ def test_a_plan_says_what_a_search_draws_bounds_and_weighs(plan: Callable[..., P
     assert estimate(plan(given)).notes[:5] == (
         "search: 5 settings, of which 3 exist only beside others; state at most 1,000,000.",
         "search: weighs accuracy@mqar (more), decode_us (less).",
-        "search: tpe draws 6 of 8 candidates, random search 2 as a control.",
+        "search: mixed draws 6 of 8 candidates, random search 2 as a control.",
         "search: successive halving trains 8 at train.steps 2, 3 at train.steps 4.",
         "search: begins with gla.",
     )
@@ -605,7 +605,8 @@ def test_tuning_takes_neither_conditions_nor_patterns(tmp_path: Path) -> None:
 
 
 def test_a_search_without_the_new_keys_keeps_its_dump() -> None:
-    found = searching(**HEADS).model_dump(mode="json")
+    found = searching(**HEADS, sampler="tpe").model_dump(mode="json")
+    assert searching(**HEADS).model_dump(mode="json") == {**found, "sampler": "mixed"}, "no key meant tpe"
     assert [*found] == ["trials", "seeds", "finalists", "model.heads", "model.expand_v"]
     assert [*found["model.heads"]] == ["log_uniform", "uniform", "integers", "choice"]
 

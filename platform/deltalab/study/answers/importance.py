@@ -21,6 +21,8 @@ FEWEST = 20
 """The fewest candidates on which a forest is grown. With fewer, its shares are meaningless."""
 MOST = 1000
 """The most candidates on which a forest is grown. If a search has more, a selection spread over the search is used."""
+METHOD = 1
+"""The version of the method. Raise it with every change of an importance: the ledger keeps those computed before."""
 NOTHING = "(nothing)"
 """A made-up setting, drawn at random and never used. Its share is what a setting without effect gets."""
 

@@ -1,21 +1,26 @@
 """Reads from the ledger the findings of a search: its candidates, which settings matter, and its control."""
 
+import hashlib
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from deltalab.errors import InputError
 from deltalab.store import Arm, Store, Study, TrialRow
-from deltalab.study.answers.importance import FEWEST, Importance, importance
+from deltalab.store.studies.importances import keep_shares, kept_shares
+from deltalab.study.answers.importance import FEWEST, METHOD, Importance, importance
 from deltalab.study.answers.random_control import Control, compare_with_random, worst_of
 from deltalab.study.answers.search_points import Point, chance_levels, points
 from deltalab.study.searching.results import CandidateResult, candidate_results, halvings, objective_point
 from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
+from deltalab.study.specs.search_space import example_with
 from deltalab.study.statistics.pareto import front
 
 
@@ -35,10 +40,29 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class TriedRule:
+    """What a search tried of a rule.
+
+    Attributes:
+        rule: The rule, as the space has it.
+        candidates: How many candidates with the rule trained.
+        random: How many of them the control drew.
+        best: Each task's metric -> the best score of these candidates; NaN if none has a score.
+        never: Another knob -> the choices of it that none of these candidates has, of knobs that the rule may have.
+    """
+
+    rule: Any
+    candidates: int
+    random: int
+    best: dict[str, float]
+    never: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
 class Discovery:
     """The findings of a search.
 
-    `importances`, `control` and `learned` use the scores at the lowest fidelity, which all candidates have.
+    `importances`, `control`, `learned` and `rules` use the scores at the lowest fidelity, which all candidates have.
 
     Attributes:
         objectives: The name of each objective -> whether more is better.
@@ -54,6 +78,7 @@ class Discovery:
         left_off: How many candidates would be on the front if they were better than chance on any task.
         learned: A metric with a chance level -> how many candidates are more than half way from chance to the
             best candidate.
+        rules: What was tried of each rule, if the space has several.
     """
 
     objectives: dict[str, bool]
@@ -67,6 +92,7 @@ class Discovery:
     infeasible: list[Reason]
     left_off: int = 0
     learned: dict[str, int] = field(default_factory=dict)
+    rules: list[TriedRule] = field(default_factory=list)
 
 
 def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> Discovery:
@@ -93,7 +119,7 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[Tria
         drawn=dict(Counter(result.drawn_by for result in first)),
         candidates=candidates,
         # A forest takes seconds, and while the study runs, another candidate ends before they have passed.
-        importances={} if study.state == "running" else _importances(space, objectives, first, knobs, chance),
+        importances={} if study.state == "running" else _importances(store, study, space, objectives, first, knobs),
         unknown=[path for path in space.knobs if holders[path] < FEWEST],
         control=_control(objectives, first, chance),
         fidelity=space.rungs[0],
@@ -105,18 +131,24 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[Tria
             for objective in objectives
             if (name := str(objective)) in chance
         },
+        rules=_tried_rules(space, objectives, first, knobs),
     )
 
 
 def _importances(
+    store: Store,
+    study: Study,
     space: Searching,
     objectives: Sequence[Objective],
     first: Sequence[CandidateResult],
     knobs: Sequence[Mapping[str, Any]],
-    chance: Mapping[str, float],
 ) -> dict[str, list[Importance]]:
-    """The importances of the settings for each metric and `decode_us`, from each candidate's `first` and `knobs`."""
+    """The importances of the settings for each metric and `decode_us`, from each candidate's `first` and `knobs`.
+
+    They are kept in the ledger, and computed anew once a study has other results.
+    """
     logarithmic = frozenset(path for path, knob in space.knobs.items() if knob.log_uniform)
+    chance = chance_levels(objectives, recorded_tasks(study))
     importances = {}
     for objective in objectives:
         if objective.name in COSTS and objective.name != "decode_us":
@@ -126,15 +158,43 @@ def _importances(
         level = chance.get(metric, math.nan)
         scores = [level if math.isnan(result.scores[metric]) else result.scores[metric] for result in first]
         known = [n for n, score in enumerate(scores) if not math.isnan(score)]
-        known_knobs = json.dumps([knobs[n] for n in known])
-        importances[metric] = _importance(known_knobs, tuple(scores[n] for n in known), logarithmic)
+        given = [knobs[n] for n in known], [scores[n] for n in known]
+        computed_from = hashlib.sha256(json.dumps([*given, sorted(logarithmic), METHOD]).encode()).hexdigest()
+        shares = kept_shares(store, study.id, metric, computed_from)
+        if shares is None:
+            shares = [asdict(setting) for setting in importance(*given, logarithmic)]
+            with suppress(InputError):  # Whoever may not write the ledger computes them every time.
+                keep_shares(store, study.id, metric, computed_from, shares)
+        importances[metric] = [Importance(**setting) for setting in shares]
     return importances
 
 
-@lru_cache(maxsize=16)
-def _importance(knobs: str, scores: tuple[float, ...], logarithmic: frozenset[str]) -> list[Importance]:
-    """`importance`, computed once for each study that a process shows. The knobs are JSON, which has a hash."""
-    return importance(json.loads(knobs), scores, logarithmic)
+def _tried_rules(
+    space: Searching,
+    objectives: Sequence[Objective],
+    first: Sequence[CandidateResult],
+    knobs: Sequence[Mapping[str, Any]],
+) -> list[TriedRule]:
+    """What was tried of each rule, by each candidate's `first` and `knobs`; [] if the rule is not searched."""
+    tried = []
+    for rule in space.knobs["rule"].extremes if "rule" in space.knobs else ():
+        own = [n for n, values in enumerate(knobs) if json.dumps(values.get("rule")) == json.dumps(rule)]
+        alone = {**space.knobs, "rule": space.knobs["rule"].model_copy(update={"choice": (rule,)})}
+        never = {}
+        for name, knob in space.knobs.items():
+            if name == "rule" or knob.choice is None or example_with(alone, name) is None:
+                continue
+            drawn = {json.dumps(knobs[n][name]) for n in own if name in knobs[n]}
+            if missing := [value for value in knob.choice if json.dumps(value) not in drawn]:
+                never[name] = missing
+        best = {}
+        for objective in objectives:
+            if objective.name not in COSTS:
+                scores = [first[n].scores[str(objective)] for n in own]
+                known = [score for score in scores if not math.isnan(score)]
+                best[str(objective)] = (max if objective.maximize else min)(known, default=math.nan)
+        tried.append(TriedRule(rule, len(own), sum(first[n].drawn_by == "random" for n in own), best, never))
+    return tried
 
 
 def _control(

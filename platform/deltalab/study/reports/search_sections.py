@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from deltalab.study.answers.importance import FEWEST, NOTHING, Importance
 from deltalab.study.answers.search_results import Discovery
 from deltalab.study.answers.wording import format_interval
-from deltalab.study.searching.candidate_names import titles
+from deltalab.study.searching.candidate_names import title, titles
 from deltalab.study.specs.setting_paths import model_part
-from deltalab.study.specs.setting_text import settings_text
+from deltalab.study.specs.setting_text import setting_text, settings_text
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ def sections(discovery: Discovery, most: int | None = None) -> list[Section]:
     parts = [
         _finalists(discovery),
         _front(discovery, most),
+        _rules(discovery),
         _importances(discovery, most),
         _control(discovery),
         _left_out(discovery, most),
@@ -87,8 +88,8 @@ def _front(discovery: Discovery, most: int | None) -> Section:
     notes = ["Scores are on validation, from the seeds of the search: optimistic. The answer is the table of the arms."]
     if any(point.number is None and point.is_arm for point in best):
         notes.append(
-            "The base has the training that is best on each task, and the seeds of the arms; a candidate has the one "
-            "that it was drawn with."
+            "The base is tuned: it has the best of several trainings on each task, on the seeds of the arms. A "
+            "candidate is a single draw of its training: that it is worse than the base says little."
         )
     if discovery.left_off:
         candidates = "candidate is" if discovery.left_off == 1 else "candidates are"
@@ -100,6 +101,30 @@ def _front(discovery: Discovery, most: int | None) -> Section:
     counts = ", ".join(f"{count} {drawn_by}" for drawn_by, count in sorted(discovery.drawn.items()))
     total = sum(discovery.drawn.values())
     return Section(f"The front of {total} candidate{'s' * (total > 1)} ({counts})", headers, rows, notes)
+
+
+def _rules(discovery: Discovery) -> Section:
+    """What was tried of each rule; an empty section if the search has one rule."""
+    rows = [
+        [
+            title({"rule": tried.rule}),
+            str(tried.candidates),
+            str(tried.random),
+            *map(_figure, tried.best.values()),
+            "; ".join(f"{path} {', '.join(map(setting_text, values))}" for path, values in tried.never.items()),
+        ]
+        for tried in discovery.rules
+    ]
+    if not rows:
+        return Section("The rules tried", [], [], [])
+    best = [f"best {_label(discovery, metric)}" for metric in discovery.rules[0].best]
+    headers = ["rule", "candidates", "of these at random", *best, "never tried with"]
+    fidelity = f" with {_settings(discovery)}" if discovery.fidelity else ""
+    notes = [
+        f"Scores are on validation{fidelity}. Each candidate is a single draw of its training, and none is tuned: a "
+        "rule with few candidates, or without a setting that it needs, has not lost."
+    ]
+    return Section("The rules tried", headers, rows, notes)
 
 
 def _importances(discovery: Discovery, most: int | None) -> Section:

@@ -24,6 +24,7 @@ from deltalab.study.planning import warm_starts
 from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.searching.halving import going_on
+from deltalab.study.searching.mixed_draws import MixedDraws
 from deltalab.study.searching.results import (
     at_chance,
     drawn_by,
@@ -34,7 +35,7 @@ from deltalab.study.searching.results import (
     objective_scores,
 )
 from deltalab.study.searching.sampler import START, OptunaStudy
-from deltalab.study.specs.budget import COSTS, Objective
+from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.statistics.pareto import beyond_worst, greedy_choice, ranked
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
@@ -100,7 +101,7 @@ class SearchPhase:
         self._drawn = {"warm": 0, "random": 0, "sampler": 0}
         # Feasible candidates whose results the sampler has not been told, in the order in which they were drawn.
         self._untold: deque[Candidate] = deque()
-        self._study = OptunaStudy(plan.spec.name, self.space, [objective.maximize for objective in plan.objectives])
+        self._study = begin_draws(plan.spec.name, self.space, [objective.maximize for objective in plan.objectives])
         self._every = self.space.combinations() if self.space.enumerated else None
         self._again = {
             row.number: row.values
@@ -287,6 +288,17 @@ class SearchPhase:
         self._by_number |= {(job.arm, candidate.number, job.task): candidate for job in jobs}
         self._waiting += len(jobs)
         return jobs
+
+
+def begin_draws(name: str, space: Searching, maximize: Sequence[bool]) -> MixedDraws | OptunaStudy:
+    """Returns what draws the candidates of a search.
+
+    Args:
+        name: The name of the search, which seeds the draws.
+        space: The space of the search.
+        maximize: Whether more is better, for each objective.
+    """
+    return (MixedDraws if space.sampler == "mixed" else OptunaStudy)(name, space, maximize)
 
 
 def controls_by(drawn: int, trials: int, controls: int) -> int:

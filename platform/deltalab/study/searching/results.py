@@ -10,10 +10,9 @@ from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
 from deltalab.study.searching.halving import Halving, by_lot, going_on, halving
 from deltalab.study.specs.budget import COSTS, Objective, Searching
-from deltalab.study.specs.recorded_study import recorded_tasks
-from deltalab.study.specs.study_file import StudySpec
+from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 
-Drawn = Literal["tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
+Drawn = Literal["mixed", "tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
 """Where a candidate comes from: a sampler, `warm`, or the list of all candidates."""
 
 
@@ -108,7 +107,7 @@ def objective_point(objectives: Sequence[Objective], scores: Mapping[str, float]
     return [-scores[str(objective)] if objective.maximize else scores[str(objective)] for objective in objectives]
 
 
-def candidate_results(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[CandidateResult]:
+def candidate_results(spec: Mapping[str, Any], store: Store, study_id: int) -> list[CandidateResult]:
     """Reads the candidates of a search from the ledger.
 
     The trainings of arms, which ledgers of old releases have beside the candidates, are left out.
@@ -121,9 +120,8 @@ def candidate_results(spec: StudySpec | Mapping[str, Any], store: Store, study_i
     Returns:
         Each candidate at each rung at which it has trained, in the order of numbers.
     """
-    spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
-    assert spec.search is not None
-    space, objectives = spec.search, objectives_of(spec.search, store, study_id)
+    space = RecordedSpec(spec).search
+    objectives = objectives_of(space, store, study_id)
     rows: dict[tuple[int, int], list[TrialRow]] = {}
     for row in store.trials(study_id):
         if row.stage == "tune" and not is_own(row.number, space):
@@ -133,7 +131,7 @@ def candidate_results(spec: StudySpec | Mapping[str, Any], store: Store, study_i
     for (number, rung), trained in sorted(rows.items()):
         trials = {row.task: known[row.key] for row in trained if row.state != "infeasible"}
         scores = objective_scores(objectives, trials)
-        if len(trials) < len(spec.task):
+        if len(trials) < len(spec["task"]):
             scores = dict.fromkeys(scores, math.nan)
         reason = next((row.error for row in trained if row.state == "infeasible"), None)
         started, finished = min(row.started_at for row in trained), max(row.finished_at for row in trained)
@@ -142,7 +140,7 @@ def candidate_results(spec: StudySpec | Mapping[str, Any], store: Store, study_i
     return results
 
 
-def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -> list[Halving]:
+def halvings(spec: Mapping[str, Any], store: Store, study_id: int) -> list[Halving]:
     """Reads from the ledger what successive halving dropped at each rung but the last, as far as the search has come.
 
     Args:
@@ -150,9 +148,8 @@ def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -
         store: The ledger.
         study_id: The study's id in the ledger.
     """
-    spec = spec if isinstance(spec, StudySpec) else StudySpec.model_validate(spec)
-    assert spec.search is not None
-    space, objectives = spec.search, objectives_of(spec.search, store, study_id)
+    space = RecordedSpec(spec).search
+    objectives = objectives_of(space, store, study_id)
     feasible = [result for result in candidate_results(spec, store, study_id) if result.infeasible is None]
     rungs = [
         objective_points(objectives, {result.number: result.scores for result in feasible if result.rung == rung})
@@ -162,7 +159,7 @@ def halvings(spec: StudySpec | Mapping[str, Any], store: Store, study_id: int) -
     for rung, reached in enumerate(rungs[1:]):
         if not reached:
             break
-        went = going_on(lot_name(spec.name, rung), points, space.halved[rung + 1])
+        went = going_on(lot_name(spec["name"], rung), points, space.halved[rung + 1])
         # If costs were counted anew since, the ledger has candidates that would not go on today: leave these out.
         after = {number: reached[number] for number in (*went[0], *went[1]) if number in reached}
         last = rung + 2 == len(rungs)

@@ -119,7 +119,7 @@ class OptunaStudy:
             self._study.tell(number, state=TrialState.FAIL)
         else:
             self._study.tell(number, list(values))
-        if self._shown >= 2 * SHOWN and self._space.sampler in ("tpe", "gp"):
+        if self._shown >= 2 * SHOWN and self._space.sampler not in GENETIC:
             self._renew()
 
     def _begin(self, trials: Sequence[FrozenTrial]) -> None:

@@ -27,7 +27,9 @@ from deltalab.study.specs.search_space import (
 )
 from deltalab.study.specs.setting_paths import of_training
 
-Sampler = Literal["tpe", "nsga2", "nsga3", "gp", "random"]
+Sampler = Literal["mixed", "tpe", "nsga2", "nsga3", "gp", "random"]
+UNNAMED_SAMPLER: Sampler = "tpe"
+"""The sampler of a recorded search that names none: the default until 2026-11-25."""
 Quantity = Literal["state", "cache", "parameters", "flops"]
 """What an arm may have as much of as the base."""
 COSTS = ("flops_per_token", "state_size", "parameters", "decode_us")
@@ -317,7 +319,8 @@ class Searching(Space):
         trials: How many candidates are tried.
         seeds: Seeds of one candidate.
         finalists: How many candidates are confirmed, each as an arm.
-        sampler: What draws candidates.
+        sampler: What draws candidates. `mixed` draws by TPE and near the best candidates, and at random while that
+            gains nothing.
         random: The share of the trials that random search draws instead, as a control.
         objectives: What is weighed, as METRIC, METRIC@TASK or one of `COSTS`, which may name their task as well. By
             default the metric of every task, flops_per_token and state_size.
@@ -334,7 +337,7 @@ class Searching(Space):
 
     seeds: Annotated[Whole, Field(ge=1, le=100)] = 1
     finalists: Annotated[Whole, Field(ge=1, le=100)] = 4
-    sampler: Sampler = "tpe"
+    sampler: Sampler = "mixed"
     random: Annotated[Number, Field(ge=0, lt=1)] = 0.2
     objectives: tuple[str, ...] = ()
     constrain: Constrain = Constrain()
@@ -402,8 +405,9 @@ class Searching(Space):
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves out the keys of a later release that are at their default, so that a study keeps its identity."""
-        later = ("sampler", "random", "objectives", "constrain", "match", "warm", "fidelity", "trainings")
+        later = ("random", "objectives", "constrain", "match", "warm", "fidelity", "trainings")
         plain = {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
+        plain |= {"sampler"} if self.sampler == UNNAMED_SAMPLER else set()
         return {key: value for key, value in dump(self).items() if key not in plain}
 
     @property

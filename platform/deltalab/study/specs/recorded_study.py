@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from deltalab.store import Study
-from deltalab.study.specs.budget import Searching
+from deltalab.study.specs.budget import UNNAMED_SAMPLER, Searching
 from deltalab.study.specs.ladder_sizes import Ladder, task_of
 from deltalab.study.specs.search_space import Search
 from deltalab.study.specs.setting_paths import training_part
@@ -91,7 +91,7 @@ class RecordedSpec:
     @cached_property
     def search(self) -> Searching:
         """The section `search`. A study without one raises `pydantic.ValidationError`."""
-        return Searching.model_validate(self.values.get("search"))
+        return Searching.model_validate({"sampler": UNNAMED_SAMPLER, **(self.values.get("search") or {})})
 
     @cached_property
     def scales(self) -> Ladder:
