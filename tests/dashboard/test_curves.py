@@ -19,11 +19,11 @@ MQAR = {"metric": "accuracy", "maximize": True, "chance": 0.0, "version": 1, "pa
 
 @pytest.fixture
 def candidates(store: Store) -> int:
-    """One arm beside the base, with two candidates: each seed has its best validation score with another one."""
+    """One arm beside the base, with two candidates: each seed takes what the other found better."""
     arms = [ArmRecord(name, name == "base", {}, {}) for name in ("base", "other")]
     study = store.begin_study("two", None, "two", {"seeds": 2}, arms, {"tasks": {"mqar": MQAR}})
     for arm in ("base", "other"):
-        for number, ends in enumerate(([0.9, 0.1], [0.2, 0.8])):
+        for number, ends in enumerate(([0.9, 0.95], [0.97, 0.8])):
             runs = [
                 RunRecord(seed, "done", None, [
                     ("validation", "accuracy", 50, 0.5), ("validation", "accuracy", 100, end),

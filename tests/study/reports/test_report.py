@@ -138,6 +138,7 @@ no_d 2 of 8 [0.03, 0.65], odd|b 8 of 8 [0.63, 1.00], iplr 6 of 8 [0.35, 0.97].
 - Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over a task's arms \
 and hold jointly: better and worse mean p <= 0.05, and an interval that leaves out 0.
 - Costs are those of the tuned candidate: time per trained token, elements of state, parameters.
+- Whole study: if no arm differed from the base, at most 5% of such studies would find a difference.
 - A proxy task of this size does not rank every method as training at scale does.
 """
 

@@ -208,7 +208,7 @@ def test_every_seed_of_the_base_and_of_each_finalist_tries_as_many_trainings(pla
     found = plan({"rule": {"choice": ["comba", "gla"]}, "train.lr": LR, "trials": 9, "finalists": 2})
     assert [found.tried(arm) for arm in found.arms] == [5, 5, 5]
     assert (found.trials, found.runs) == (9 + 15, 9 + 15 * found.spec.looks[-1].seeds)
-    said = "search: each seed of the base and of each finalist tries 5 values of train.lr, and chooses its own."
+    said = "search: each seed of the base and of each finalist tries 5 values of train.lr, and takes what the other seeds prefer."
     assert said in estimate(found).notes
     base, first, *_ = found.arms
     winner = {"rule": "gla", "train.lr": 0.0123}
@@ -247,7 +247,10 @@ def test_a_finalist_tunes_the_training_that_exists_for_it(plan: Callable[..., Pl
 def test_a_search_of_the_training_alone_tunes_the_base_alone(plan: Callable[..., Plan]) -> None:
     found = plan({"train.lr": LR})
     assert [found.tried(arm) for arm in found.arms] == [5, 1]
-    assert "search: each seed of the base tries 5 values of train.lr, and chooses its own." in estimate(found).notes
+    assert (
+        "search: each seed of the base tries 5 values of train.lr, and takes what the other seeds prefer."
+        in estimate(found).notes
+    )
     assert list(found.candidates(found.arms[1], {"train.lr": 0.02})) == [{"train.lr": 0.02}]
 
 

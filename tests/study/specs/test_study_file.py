@@ -609,7 +609,7 @@ def test_arms_tuning_family_name_and_profile_change_the_study_alone(plan: Callab
         plan(tune={"trials": 2, "train.lr": LR, "extend": True}),
         plan(seeds={"at_least": 2, "at_most": 3}),
         plan(seeds={"at_least": 2, "at_most": 5}),
-        plan(family="study"),
+        plan(family="task"),
         plan(name="t"),
         plan(profile="p", profiles={"p": {"description": "x"}}),
     ]

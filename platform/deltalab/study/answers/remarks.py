@@ -232,7 +232,7 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
             SMALL,
         ]
     family = "the study's" if spec.is_one_family else "a task's"
-    families = 1 if spec.is_one_family else len(spec.tasks)
+    families = 1 if spec.is_one_family else max(1, len(spec.tasks))
     most = 1 - (1 - ALPHA) ** families
     score = "A seed's score is that on the test split at the last step."
     if is_choice:
