@@ -208,8 +208,8 @@ def test_every_seed_of_the_base_and_of_each_finalist_tries_as_many_trainings(pla
     found = plan({"rule": {"choice": ["comba", "gla"]}, "train.lr": LR, "trials": 9, "finalists": 2})
     assert [found.tried(arm) for arm in found.arms] == [5, 5, 5]
     assert (found.trials, found.runs) == (9 + 15, 9 + 15 * found.spec.looks[-1].seeds)
-    said = "search: each seed of the base and of each finalist tries 5 values of train.lr, and takes what the other seeds prefer."
-    assert said in estimate(found).notes
+    tries = "search: each seed of the base and of each finalist tries 5 values of train.lr"
+    assert f"{tries}, and takes what the other seeds prefer." in estimate(found).notes
     base, first, *_ = found.arms
     winner = {"rule": "gla", "train.lr": 0.0123}
     own = list(islice(found.candidates(first, winner), 5))
