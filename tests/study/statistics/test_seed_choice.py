@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltalab.study.statistics import cross_fitting
+from deltalab.study.statistics.cross_fitting import Sample
 from deltalab.study.statistics.joint_test import compare, one_look
 from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
 
@@ -42,10 +42,11 @@ def test_a_seed_takes_the_candidate_that_other_seeds_prefer_and_reports_its_test
 def test_a_choice_that_looks_at_the_seed_itself_is_caught(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     """A planted bug: it reports the luckiest of the candidates."""
 
-    def own(preferences: NDArray[np.float64], window: int | None) -> NDArray[np.float64]:
+    def looks_at_its_own(self: Sample) -> NDArray[np.float64]:
+        preferences = self.validation if self.maximize else -self.validation
         return preferences if bug == "own" else np.broadcast_to(preferences.sum(-2), preferences.shape)
 
-    monkeypatch.setattr(cross_fitting, "_preferred", own)
+    monkeypatch.setattr(Sample, "_preferences", looks_at_its_own)
     with pytest.raises(AssertionError):
         test_a_seed_takes_the_candidate_that_other_seeds_prefer_and_reports_its_test_score()
 
@@ -53,20 +54,6 @@ def test_a_choice_that_looks_at_the_seed_itself_is_caught(monkeypatch: pytest.Mo
 def test_of_equals_the_first_is_chosen() -> None:
     table: Table = {"base": {n: {s: Run(0.5, n / 10) for s in (1, 2)} for n in (3, 1, 2)}}
     assert {scores(table, maximize=maximize).choice("base", 1) for maximize in (True, False)} == {3}
-
-
-@given(st.integers(2, 9), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**32 - 1))
-@settings(deadline=None)
-def test_seeds_of_a_window_choose_by_the_others_of_it(n: int, window: int, candidates: int, draw: int) -> None:
-    """Against plain loops; the last window overlaps the one before."""
-    preferences = np.random.default_rng(draw).normal(size=(n, candidates))
-    size, chosen = min(window, n), []
-    for seed in range(n):
-        first = min(seed // size * size, n - size)
-        others = [other for other in range(first, first + size) if other != seed]
-        means = [sum(preferences[other, c] for other in others) for c in range(candidates)]
-        chosen.append(means.index(max(means)))
-    assert cross_fitting.choices(preferences, window).tolist() == chosen
 
 
 def test_a_candidate_that_failed_in_one_arm_counts_in_none() -> None:

@@ -41,11 +41,6 @@ class Sample:
         """The number of candidates, C."""
         return int(self.test.shape[-1])
 
-    @property
-    def preferences(self) -> Array:
-        """The validation scores, [n, C], with the sign that makes more better."""
-        return self.validation if self.maximize else -self.validation
-
     def head(self, seeds: int) -> "Sample":
         """Returns the runs of the first seeds."""
         return replace(self, validation=self.validation[:seeds], test=self.test[:seeds])
@@ -68,56 +63,40 @@ class Sample:
         validation = np.where(own, self.validation, other.validation)
         return replace(self, validation=validation, test=np.where(own, self.test, other.test))
 
-    def results(self, window: int | None = None) -> Array:
-        """Returns each seed's test score of its run of the candidate that the other seeds of its window prefer, [n].
-
-        Args:
-            window: How many seeds choose together, each by the others; None for all. An arm with more seeds than
-                another would choose better, so both choose in windows of the same size. The last window overlaps the
-                one before.
+    def results(self) -> Array:
+        """Returns each seed's test score of its run of the candidate that the other seeds prefer, [..., n].
 
         Examples:
             >>> validation = np.array([[0.9, 0.1], [0.2, 0.8], [0.3, 0.4]])
             >>> Sample(validation, np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).results()
             array([2., 3., 5.])
         """
-        if self.test.shape[-1] == 1:
+        if self.candidates == 1:
             return self.test[..., 0]
-        choice = choices(self.preferences, window)[..., None]
-        results: Array = np.take_along_axis(self.test, choice, axis=-1)[..., 0]
+        results: Array = np.take_along_axis(self.test, self.choices()[..., None], axis=-1)[..., 0]
         return results
 
-    def ranked(self, window: int | None = None) -> Array:
+    def choices(self) -> NDArray[np.intp]:
+        """Returns the number of the candidate that each seed takes, [..., n]: the first of equal means."""
+        choices: NDArray[np.intp] = self._preferences().argmax(-1)
+        return choices
+
+    def ranked(self) -> Array:
         """Returns each seed's test scores, [n, C], in the order in which the other seeds prefer the candidates."""
-        order = np.argsort(-_preferred(self.preferences, window), axis=-1, kind="stable")
+        order = np.argsort(-self._preferences(), axis=-1, kind="stable")
         ranked: Array = np.take_along_axis(self.test, order, axis=-1)
         return ranked
 
+    def _preferences(self) -> Array:
+        """The sums of the validation scores of a seed's others, [..., n, C]; more is better.
 
-def choices(preferences: Array, window: int | None = None) -> NDArray[np.intp]:
-    """Returns the number of the candidate that each seed takes, [..., n].
-
-    Args:
-        preferences: The validation scores [..., n, C]; more is better. Of equal means, the first candidate is chosen.
-        window: As in `Sample.results`.
-    """
-    chosen: NDArray[np.intp] = _preferred(preferences, window).argmax(-1)
-    return chosen
-
-
-def _preferred(preferences: Array, window: int | None) -> Array:
-    """The sums of the validation scores by which each seed chooses, [..., n, C]. A single seed chooses by its own."""
-    n = preferences.shape[-2]
-    if n < 2:
-        return preferences
-    size = min(window or n, n)
-    preferred = np.zeros_like(preferences)
-    for start in range(0, n, size):
-        first = min(start, n - size)
-        together = preferences[..., first : first + size, :]
+        A single seed has no other, and chooses by its own.
+        """
+        preferences = self.validation if self.maximize else -self.validation
+        if preferences.shape[-2] < 2:
+            return preferences
         # Add what is before a seed and what is after it: the sum of all, minus its own, would break ties by rounding.
-        others = np.zeros_like(together)
-        others[..., 1:, :] += together[..., :-1, :].cumsum(-2)
-        others[..., :-1, :] += together[..., :0:-1, :].cumsum(-2)[..., ::-1, :]
-        preferred[..., start : first + size, :] = others[..., start - first :, :]
-    return preferred
+        others = np.zeros_like(preferences)
+        others[..., 1:, :] += preferences[..., :-1, :].cumsum(-2)
+        others[..., :-1, :] += preferences[..., :0:-1, :].cumsum(-2)[..., ::-1, :]
+        return others

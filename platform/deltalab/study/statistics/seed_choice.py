@@ -16,7 +16,7 @@ from operator import mul
 
 import numpy as np
 
-from deltalab.study.statistics.cross_fitting import Sample, choices
+from deltalab.study.statistics.cross_fitting import Sample
 from deltalab.study.statistics.joint_test import Look, Outcome, follow
 from deltalab.study.statistics.pairs import Pairs
 
@@ -44,7 +44,6 @@ class Scores:
         runs: The recorded runs of each arm; a run that failed may be absent.
         seeds: The seeds that each arm was to train, in order.
         failed: The candidates whose trials failed, by arm; an arm without failures may be absent.
-        window: How many seeds choose together, as in `cross_fitting.cross_fitted`; None for all of an arm.
         results: Arm -> seed -> the test score of the chosen run, or the worst outcome if that run did not finish.
     """
 
@@ -54,7 +53,6 @@ class Scores:
     runs: Mapping[str, Runs]
     seeds: Mapping[str, Sequence[int]]
     failed: Mapping[str, Collection[int]] = field(default_factory=dict)
-    window: int | None = None
     results: dict[str, dict[int, float]] = field(init=False)
     _worst: dict[tuple[str, int], float] = field(init=False, repr=False, default_factory=dict)
 
@@ -63,7 +61,7 @@ class Scores:
         results: dict[str, dict[int, float]] = {}
         for arm in self.seeds:
             seeds = self.trained(arm)
-            of_arm = self.sample(arm, seeds).results(self.window).tolist() if seeds else []
+            of_arm = self.sample(arm, seeds).results().tolist() if seeds else []
             results[arm] = dict(zip(seeds, of_arm, strict=True))
         object.__setattr__(self, "results", results)
 
@@ -115,7 +113,7 @@ class Scores:
         seeds, numbers = self.trained(arm), self.numbers(arm)
         if seed not in seeds:
             return None
-        chosen = choices(self.sample(arm, seeds).preferences, self.window)[seeds.index(seed)]
+        chosen = self.sample(arm, seeds).choices()[seeds.index(seed)]
         return numbers[chosen] if self._finished(arm, numbers[chosen], seed) else None
 
     def worst(self, seed: int, split: str = "test") -> float:
@@ -191,7 +189,7 @@ class Scores:
             Dodge et al. 2019, arXiv:1909.03004.
         """
         sample = self.sample(arm, self.trained(arm))
-        ranked, expected = sample.ranked(self.window).tolist(), []
+        ranked, expected = sample.ranked().tolist(), []
         for chance in _chances(sample.candidates):
             sums = [math.fsum(map(mul, chance, tests)) for tests in ranked]
             expected.append(math.fsum(sums) / len(sums) if sums else math.nan)

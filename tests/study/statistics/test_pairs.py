@@ -1,0 +1,108 @@
+"""Exchanges of whole seeds and the choice after them, against plain loops, and what a test of such pairs gets wrong."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from deltalab.study.statistics.cross_fitting import Sample
+from deltalab.study.statistics.joint_test import ALPHA, compare, follow, one_look
+from deltalab.study.statistics.pairs import Contrast, Pairs
+
+Array = NDArray[np.float64]
+
+
+def by_hand(validation: list[list[float]], test: list[list[float]], maximize: bool) -> list[float]:
+    """The results of the seeds, in plain loops."""
+    results = []
+    for seed in range(len(test)):
+        others = [row for other, row in enumerate(validation) if other != seed] or [validation[seed]]
+        means = [math.fsum(row[c] for row in others) for c in range(len(test[seed]))]
+        best = max(means) if maximize else min(means)
+        results.append(test[seed][means.index(best)])
+    return results
+
+
+def drawn(random: np.random.Generator, seeds: int, candidates: int, maximize: bool = True) -> Pairs:
+    """Pairs whose scores are multiples of 1/8, so that sums are exact and ties are frequent."""
+    scores = random.integers(-8, 9, size=(4, seeds, candidates)) / 8
+    return Pairs(Sample(scores[0], scores[1], maximize), Sample(scores[2], scores[3], maximize))
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.booleans(), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_exchanged_pairs_choose_anew(seeds: int, candidates: int, maximize: bool, draw: int) -> None:
+    """Also with a number subtracted from the arm's scores, which the test only subtracts from the differences."""
+    pairs = drawn(np.random.default_rng(draw), seeds, candidates, maximize)
+    signs = np.array([*product([1.0, -1.0], repeat=seeds)])
+    for shift in (0.0, 0.375):
+        found = pairs.exchanged(signs) - shift * signs
+        for flip, differences in zip(signs, found, strict=True):
+            arm, base = pairs.arm.shifted(-shift), pairs.base
+            mixed = [
+                [
+                    [(one if sign > 0 else other)[seed].tolist() for seed, sign in enumerate(flip)]
+                    for one, other in ((getattr(a, split), getattr(b, split)) for split in ("validation", "test"))
+                ]
+                for a, b in ((arm, base), (base, arm))
+            ]
+            own, others = (by_hand(validation, test, maximize) for validation, test in mixed)
+            assert differences.tolist() == [x - y for x, y in zip(own, others, strict=True)]
+
+
+def test_a_contrast_exchanges_all_of_its_pairs() -> None:
+    random = np.random.default_rng(0)
+    parts = tuple(drawn(random, 4, 3) for _ in range(2))
+    signs = np.array([*product([1.0, -1.0], repeat=4)])
+    found = Contrast(parts, (1.0, -0.5))
+    assert (found.exchanged(signs) == parts[0].exchanged(signs) - 0.5 * parts[1].exchanged(signs)).all()
+    assert (found.differences == found.exchanged(np.ones((1, 4)))[0]).all()
+    assert (found.head(3).differences == parts[0].head(3).differences - 0.5 * parts[1].head(3).differences).all()
+
+
+def test_an_arm_without_tuning_may_be_held_against_one_that_tunes() -> None:
+    random = np.random.default_rng(1)
+    one, several = drawn(random, 6, 1).arm, drawn(random, 6, 3).base
+    pairs = Pairs(one.widened(3), several)
+    assert (pairs.differences == one.results() - several.results()).all()
+    assert pairs.exchanged(np.ones((1, 6))).tolist() == [pairs.differences.tolist()]
+
+
+def tuned(random: np.random.Generator, spread: Array, seeds: int = 7) -> list[Pairs]:
+    """Pairs of equal arms with three candidates, the second of them the best. `spread` has the sd of base and arms."""
+    luck = random.normal(size=(len(spread), seeds, 3)) * spread[:, None, None] - np.array([1.0, 0.0, 1.0])
+    validation, test = (luck + 0.2 * random.normal(size=luck.shape) for _ in range(2))
+    base = Sample(validation[0], test[0])
+    return [Pairs(Sample(v, t), base) for v, t in zip(validation[1:], test[1:], strict=True)]
+
+
+def errors(spread: Array, studies: int, *, exchange: bool) -> float:
+    """The share of studies of equal arms that find a difference, by exchanges or by flips of differences."""
+    random, wrong = np.random.default_rng(3), 0
+    for _ in range(studies):
+        pairs = tuned(random, spread)
+        outcomes = follow(pairs if exchange else [p.differences for p in pairs], one_look(7), intervals=False)
+        wrong += any(outcome.difference.p <= ALPHA for outcome in outcomes)
+    return wrong / studies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noisy", [1.0, 2.0])
+def test_studies_of_equal_arms_keep_their_promise_and_flips_of_differences_do_not(noisy: float) -> None:
+    spread, studies = np.array([1.0, 1.0, 1.0, noisy]), 400
+    assert errors(spread, studies, exchange=True) <= ALPHA + 2.5 * math.sqrt(ALPHA * (1 - ALPHA) / studies)
+    assert errors(spread, studies, exchange=False) > 0.1, "seeds share a choice, and flips take them for independent"
+
+
+def test_an_interval_of_tuned_arms_leaves_out_0_exactly_where_p_is_small() -> None:
+    random = np.random.default_rng(4)
+    for effect in (0.0, 1.0, 2.0, 4.0):
+        pairs = tuned(random, np.ones(4))
+        shifted = [Pairs(p.arm.shifted(effect), p.base) for p in pairs]
+        for before, after in zip(compare(pairs), compare(shifted), strict=True):
+            assert (after.p <= ALPHA) == (after.low > 0 or after.high < 0)
+            assert after.mean == pytest.approx(before.mean + effect)
