@@ -209,7 +209,7 @@ def test_every_seed_of_the_base_and_of_each_finalist_tries_as_many_trainings(pla
     assert [found.tried(arm) for arm in found.arms] == [5, 5, 5]
     assert (found.trials, found.runs) == (9 + 15, 9 + 15 * found.spec.looks[-1].seeds)
     tries = "search: each seed of the base and of each finalist tries 5 values of train.lr"
-    assert f"{tries}, and takes what the other seeds prefer." in estimate(found).notes
+    assert f"{tries}, weighted by the other seeds." in estimate(found).notes
     base, first, *_ = found.arms
     winner = {"rule": "gla", "train.lr": 0.0123}
     own = list(islice(found.candidates(first, winner), 5))
@@ -248,7 +248,7 @@ def test_a_search_of_the_training_alone_tunes_the_base_alone(plan: Callable[...,
     found = plan({"train.lr": LR})
     assert [found.tried(arm) for arm in found.arms] == [5, 1]
     assert (
-        "search: each seed of the base tries 5 values of train.lr, and takes what the other seeds prefer."
+        "search: each seed of the base tries 5 values of train.lr, weighted by the other seeds."
         in estimate(found).notes
     )
     assert list(found.candidates(found.arms[1], {"train.lr": 0.02})) == [{"train.lr": 0.02}]

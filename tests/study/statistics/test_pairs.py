@@ -1,4 +1,4 @@
-"""Exchanges of whole seeds and the choice after them, against plain loops, and what a test of such pairs gets wrong."""
+"""Exchanges of whole seeds and the weights after them, against plain loops, and the errors of a test of such pairs."""
 
 import math
 from itertools import product
@@ -18,12 +18,21 @@ Array = NDArray[np.float64]
 
 def by_hand(validation: list[list[float]], test: list[list[float]], maximize: bool) -> list[float]:
     """The results of the seeds, in plain loops."""
-    results = []
+    results, sign = [], 1 if maximize else -1
     for seed in range(len(test)):
         others = [row for other, row in enumerate(validation) if other != seed] or [validation[seed]]
-        means = [math.fsum(row[c] for row in others) for c in range(len(test[seed]))]
-        best = max(means) if maximize else min(means)
-        results.append(test[seed][means.index(best)])
+        candidates, n = range(len(test[seed])), len(others)
+        means = [sign * math.fsum(row[c] for row in others) / n for c in candidates]
+        best = means.index(max(means))
+        variances = []
+        for c in candidates:
+            d = [sign * (row[best] - row[c]) for row in others]
+            if c != best and n > 1:
+                variances.append(sum((x - sum(d) / n) ** 2 for x in d) / (n - 1) / n)
+        error = math.sqrt(sorted(variances)[(len(variances) - 1) // 2]) if variances else 0.0
+        gaps = [means[best] - mean for mean in means]
+        weights = [math.exp(-gap / error) if error else float(gap == 0) for gap in gaps]
+        results.append(sum(w * x for w, x in zip(weights, test[seed], strict=True)) / sum(weights))
     return results
 
 
@@ -35,7 +44,7 @@ def drawn(random: np.random.Generator, seeds: int, candidates: int, maximize: bo
 
 @given(st.integers(1, 6), st.integers(1, 4), st.booleans(), st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
-def test_exchanged_pairs_choose_anew(seeds: int, candidates: int, maximize: bool, draw: int) -> None:
+def test_exchanged_pairs_are_weighed_anew(seeds: int, candidates: int, maximize: bool, draw: int) -> None:
     """Also with a number subtracted from the arm's scores, which the test only subtracts from the differences."""
     pairs = drawn(np.random.default_rng(draw), seeds, candidates, maximize)
     signs = np.array([*product([1.0, -1.0], repeat=seeds)])
@@ -51,7 +60,7 @@ def test_exchanged_pairs_choose_anew(seeds: int, candidates: int, maximize: bool
                 for a, b in ((arm, base), (base, arm))
             ]
             own, others = (by_hand(validation, test, maximize) for validation, test in mixed)
-            assert differences.tolist() == [x - y for x, y in zip(own, others, strict=True)]
+            assert differences == pytest.approx([x - y for x, y in zip(own, others, strict=True)], abs=1e-9)
 
 
 def test_a_contrast_exchanges_all_of_its_pairs() -> None:
@@ -59,17 +68,18 @@ def test_a_contrast_exchanges_all_of_its_pairs() -> None:
     parts = tuple(drawn(random, 4, 3) for _ in range(2))
     signs = np.array([*product([1.0, -1.0], repeat=4)])
     found = Contrast(parts, (1.0, -0.5))
-    assert (found.exchanged(signs) == parts[0].exchanged(signs) - 0.5 * parts[1].exchanged(signs)).all()
+    assert found.exchanged(signs) == pytest.approx(parts[0].exchanged(signs) - 0.5 * parts[1].exchanged(signs))
     assert (found.differences == found.exchanged(np.ones((1, 4)))[0]).all()
-    assert (found.head(3).differences == parts[0].head(3).differences - 0.5 * parts[1].head(3).differences).all()
+    by_hand_of_three = parts[0].head(3).differences - 0.5 * parts[1].head(3).differences
+    assert found.head(3).differences == pytest.approx(by_hand_of_three)
 
 
 def test_an_arm_without_tuning_may_be_held_against_one_that_tunes() -> None:
     random = np.random.default_rng(1)
     one, several = drawn(random, 6, 1).arm, drawn(random, 6, 3).base
     pairs = Pairs(one.widened(3), several)
-    assert (pairs.differences == one.results() - several.results()).all()
-    assert pairs.exchanged(np.ones((1, 6))).tolist() == [pairs.differences.tolist()]
+    assert pairs.differences == pytest.approx(one.results() - several.results())
+    assert pairs.exchanged(np.ones((1, 6)))[0] == pytest.approx(pairs.differences)
 
 
 def tuned(random: np.random.Generator, spread: Array, seeds: int = 7) -> list[Pairs]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.cross_fitting import Sample
+from deltalab.study.statistics import cross_fitting
 from deltalab.study.statistics.joint_test import compare, one_look
 from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
 
@@ -24,7 +24,7 @@ def scores(runs: Table, *, maximize: bool = True, chance: float = 0.0, seeds: tu
     return Scores("base", maximize, chance, runs, dict.fromkeys(runs, seeds))
 
 
-def test_a_seed_takes_the_candidate_that_other_seeds_prefer_and_reports_its_test_score() -> None:
+def test_of_two_seeds_each_takes_what_is_best_with_the_other_and_reports_its_test_score() -> None:
     table: Table = {
         "base": {0: {1: Run(0.5, 0.9), 2: Run(0.7, 0.1)}, 1: {1: Run(0.6, 0.2), 2: Run(0.6, 0.8)}},
         "arm": {0: {1: Run(0.1, 0.3), 2: Run(0.1, 0.4)}, 1: {1: Run(0.0, 0.9), 2: Run(0.0, 0.9)}},
@@ -42,18 +42,20 @@ def test_a_seed_takes_the_candidate_that_other_seeds_prefer_and_reports_its_test
 def test_a_choice_that_looks_at_the_seed_itself_is_caught(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     """A planted bug: it reports the luckiest of the candidates."""
 
-    def looks_at_its_own(self: Sample) -> NDArray[np.float64]:
-        preferences = self.validation if self.maximize else -self.validation
-        return preferences if bug == "own" else np.broadcast_to(preferences.sum(-2), preferences.shape)
+    def looks_at_its_own(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        return scores if bug == "own" else np.broadcast_to(scores.sum(-2, keepdims=True), scores.shape)
 
-    monkeypatch.setattr(Sample, "_preferences", looks_at_its_own)
+    monkeypatch.setattr(cross_fitting, "_others", looks_at_its_own)
     with pytest.raises(AssertionError):
-        test_a_seed_takes_the_candidate_that_other_seeds_prefer_and_reports_its_test_score()
+        test_of_two_seeds_each_takes_what_is_best_with_the_other_and_reports_its_test_score()
 
 
-def test_of_equals_the_first_is_chosen() -> None:
+def test_of_equals_the_first_is_shown_and_all_are_averaged() -> None:
     table: Table = {"base": {n: {s: Run(0.5, n / 10) for s in (1, 2)} for n in (3, 1, 2)}}
-    assert {scores(table, maximize=maximize).choice("base", 1) for maximize in (True, False)} == {3}
+    for maximize in (True, False):
+        found = scores(table, maximize=maximize)
+        assert found.choice("base", 1) == 3
+        assert found.results["base"] == {1: pytest.approx(0.2), 2: pytest.approx(0.2)}
 
 
 def test_a_candidate_that_failed_in_one_arm_counts_in_none() -> None:
@@ -75,12 +77,12 @@ def test_a_seed_without_a_finished_run_counts_as_the_worst_of_all_arms() -> None
         "low": {0: {1: Run(0.2, 0.2), 2: Run(0.3, 0.3)}},
     }
     found = scores(table, chance=0.1)
-    assert found.results["arm"] == {1: 0.1, 2: 0.9}, "chance is worse than the worst arm"
+    assert found.results["arm"] == {1: 0.1, 2: pytest.approx(0.8)}, "chance is worse than the worst arm"
     assert found.choice("arm", 1) is None
     above = scores(table, chance=0.5)
-    assert above.results["arm"] == {1: 0.2, 2: 0.9}, "the worst arm is worse than chance"
+    assert above.results["arm"] == {1: 0.2, 2: pytest.approx(0.8)}, "the worst arm is worse than chance"
     lower = scores(table, maximize=False, chance=8.0)
-    assert lower.results["arm"] == {1: 8.0, 2: 0.9}
+    assert lower.results["arm"] == {1: 8.0, 2: pytest.approx(0.8)}, "both are the worst with seed 1"
 
 
 def test_a_collapsed_arm_is_not_better() -> None:

@@ -422,7 +422,7 @@ def _compute(ledger: RecordedScores, task: RecordedTask, arm: str) -> float | No
 
 
 def _losses(ledger: RecordedScores, rungs: _Rungs, arm: str) -> dict[int, Array]:
-    """The test losses [sizes] of the runs that each seed chose, for the seeds that finished at every size."""
+    """The test losses [sizes] of each seed's runs of the greatest weight, for the seeds that finished at every size."""
     rows = []
     for size, scores in zip(rungs.sizes, rungs.scores, strict=True):
         runs = ledger.runs(ledger.of(arm, size.label), "loss")

@@ -238,8 +238,8 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
     if is_choice:
         does = "tries every training of its arm" if spec.is_search else "trains every candidate"
         score = (
-            f"A seed {does}; its score is the test score, at the last step, of its run of the candidate that the arm's "
-            "other seeds prefer by validation."
+            f"A seed {does}; its score is the mean of its runs' test scores at the last step, weighted by how well the "
+            "candidates did on validation with the arm's other seeds."
         )
     return [
         f"{score} Means are over seeds, with a 95% t interval.",

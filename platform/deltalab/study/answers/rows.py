@@ -34,7 +34,7 @@ class Row:
         dead_parameters: How many of them do nothing; None if the ledger does not say.
         flops_per_token: The operations of matrix products for one token of the forward pass.
         tuned: The values that are best on validation over all seeds.
-        chose: How many seeds, each by the validation scores of the others, took the values in `tuned`.
+        chose: With how many seeds the values in `tuned` have the greatest weight.
         by_budget: The expected score if only 1, 2, ... of the candidates had been tried.
         by_seed: The difference to the base for each seed.
         one_setting: The mean test score of the values in `tuned`; None if there was one candidate. These values were

@@ -324,7 +324,7 @@ def _searched(plan: Plan) -> list[str]:
         arms = "of the base" if most[False] == 1 else "of the base and of each finalist"
         on_tasks = " on each task" if len(plan.tasks) > 1 else ""
         tries = f"tries {most[True]} values of {training}{on_tasks}"
-        lines.append(f"search: each seed {arms} {tries}, and takes what the other seeds prefer.")
+        lines.append(f"search: each seed {arms} {tries}, weighted by the other seeds.")
     return lines
 
 

@@ -1,20 +1,28 @@
-"""Chooses each seed's candidate by the validation scores of other seeds, so that no seed is rewarded for its own luck.
+"""Weighs each seed's runs by the validation scores of other seeds, so that no seed is rewarded for its own luck.
 
 The best of several runs is better than the setting that it was trained with: an arm whose runs vary more would gain
-from choosing among its own. So the candidate of a seed is the one with the best mean validation score over the other
-seeds, and the seed's result is the test score of its own run of that candidate (cross-fitting). Then the expected
-result is that of the chosen settings, however much runs vary.
+from choosing among its own. So the other seeds choose (cross-fitting). They weigh the candidates: one that is clearly
+worse has no weight, and those that cannot be told apart are averaged. With m_c the mean validation score of candidate c
+over the other seeds, b the best of the candidates, and e the standard error of a difference m_b - m_c,
 
-Results of different seeds share what they chose by, so they are no independent numbers. The tests therefore exchange
-whole seeds, all their runs, between an arm and the base, and choose anew after every exchange.
+    w_c = exp(-(m_b - m_c) / e) / sum_c' exp(-(m_b - m_c') / e)
+    result = sum_c w_c (test score of the seed's run of c)
+
+e is the lower median over the candidates other than b: one that fails with some seeds does not make the others harder
+to tell apart. Two seeds have no standard error: each takes what is best with the other.
+
+Results of different seeds share what they weigh by, so they are no independent numbers. The tests therefore exchange
+whole seeds, all their runs, between an arm and the base, and weigh anew after every exchange.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+_DUST = 1e-12
+"""A number smaller than this share of the squares that it comes from counts as a rounding error."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,14 @@ class Sample:
     def widened(self, candidates: int) -> "Sample":
         """Returns the runs with the candidates repeated until there are as many as given.
 
-        An arm without tuning has one candidate, whatever its seeds choose.
+        An arm without tuning has one candidate, however it is weighed.
         """
-        columns = np.arange(max(candidates, self.candidates)) % self.candidates
-        return replace(self, validation=self.validation[:, columns], test=self.test[:, columns])
+        return self.among(np.arange(max(candidates, self.candidates)) % self.candidates)
+
+    def among(self, columns: ArrayLike) -> "Sample":
+        """Returns the runs of some of the candidates, whose columns are given."""
+        chosen = np.asarray(columns)
+        return replace(self, validation=self.validation[:, chosen], test=self.test[:, chosen])
 
     def exchanged(self, other: "Sample", kept: NDArray[np.bool_]) -> "Sample":
         """Returns this arm's runs of the seeds that are kept, [..., n], and the other arm's of the rest."""
@@ -64,39 +76,60 @@ class Sample:
         return replace(self, validation=validation, test=np.where(own, self.test, other.test))
 
     def results(self) -> Array:
-        """Returns each seed's test score of its run of the candidate that the other seeds prefer, [..., n].
+        """Returns the results of the seeds, [..., n].
 
         Examples:
-            >>> validation = np.array([[0.9, 0.1], [0.2, 0.8], [0.3, 0.4]])
-            >>> Sample(validation, np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).results()
-            array([2., 3., 5.])
+            >>> validation = np.array([[0.9, 0.1], [0.2, 0.8], [0.3, 0.9]])
+            >>> Sample(validation, np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).results().round(3)
+            array([2.   , 3.622, 5.463])
         """
         if self.candidates == 1:
             return self.test[..., 0]
-        results: Array = np.take_along_axis(self.test, self.choices()[..., None], axis=-1)[..., 0]
+        results: Array = (self.weights() * self.test).sum(-1)
         return results
 
-    def choices(self) -> NDArray[np.intp]:
-        """Returns the number of the candidate that each seed takes, [..., n]: the first of equal means."""
-        choices: NDArray[np.intp] = self._preferences().argmax(-1)
-        return choices
+    def weights(self) -> Array:
+        """Returns the weights w that the other seeds of each seed give the candidates, [..., n, C]."""
+        scores = self.validation if self.maximize else -self.validation
+        return _weights(_others(scores), self._errors(scores))
 
-    def ranked(self) -> Array:
-        """Returns each seed's test scores, [n, C], in the order in which the other seeds prefer the candidates."""
-        order = np.argsort(-self._preferences(), axis=-1, kind="stable")
-        ranked: Array = np.take_along_axis(self.test, order, axis=-1)
-        return ranked
+    def _errors(self, scores: Array) -> Array:
+        """The standard errors e by which each seed weighs, [..., n]; 0 with fewer than two other seeds."""
+        n, candidates = scores.shape[-2:]
+        if n < 3 or candidates < 2:
+            return np.zeros(scores.shape[:-1])
+        best = _others(scores).argmax(-1)[..., None]
+        scores = scores - scores.mean((-2, -1), keepdims=True)
+        products = scores[..., :, None] * scores[..., None, :]
+        products = products.sum(-3, keepdims=True) - products  # of the other seeds, [..., n, C, C]
+        means = _others(scores) / (n - 1)
+        squares = np.diagonal(products, axis1=-2, axis2=-1)
+        with_best = np.take_along_axis(products, best[..., None], -1)[..., 0]
+        gaps = np.take_along_axis(means, best, -1) - means
+        spread = (squares + np.take_along_axis(squares, best, -1) - 2 * with_best) / (n - 1) - gaps**2
+        spread = np.where(spread > _DUST * squares.max(-1, keepdims=True), spread, 0.0)
+        np.put_along_axis(spread, best, np.inf, -1)  # The best has no difference to itself.
+        lower_median = np.sort(spread, axis=-1)[..., (candidates - 2) // 2]
+        errors: Array = np.sqrt(lower_median / (n - 2))
+        return errors
 
-    def _preferences(self) -> Array:
-        """The sums of the validation scores of a seed's others, [..., n, C]; more is better.
 
-        A single seed has no other, and chooses by its own.
-        """
-        preferences = self.validation if self.maximize else -self.validation
-        if preferences.shape[-2] < 2:
-            return preferences
-        # Add what is before a seed and what is after it: the sum of all, minus its own, would break ties by rounding.
-        others = np.zeros_like(preferences)
-        others[..., 1:, :] += preferences[..., :-1, :].cumsum(-2)
-        others[..., :-1, :] += preferences[..., :0:-1, :].cumsum(-2)[..., ::-1, :]
-        return others
+def _others(scores: Array) -> Array:
+    """The sums over a seed's other seeds, [..., n, C]; a single seed has its own scores."""
+    if scores.shape[-2] < 2:
+        return scores
+    # Add what is before a seed and what is after it: the sum of all, minus its own, would break ties by rounding.
+    others = np.zeros_like(scores)
+    others[..., 1:, :] += scores[..., :-1, :].cumsum(-2)
+    others[..., :-1, :] += scores[..., :0:-1, :].cumsum(-2)[..., ::-1, :]
+    return others
+
+
+def _weights(sums: Array, errors: Array) -> Array:
+    """The weights of candidates by sums over the other seeds; with an error of 0, the best share the weight."""
+    means = sums / max(sums.shape[-2] - 1, 1)
+    gaps = means.max(-1, keepdims=True) - means
+    sure = errors[..., None] == 0
+    weights = np.where(sure, gaps == 0, np.exp(-gaps / np.where(sure, 1.0, errors[..., None])))
+    shares: Array = weights / weights.sum(-1, keepdims=True)
+    return shares

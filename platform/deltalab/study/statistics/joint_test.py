@@ -11,8 +11,8 @@ constant c, an arm whose seeds hardly differ would dominate the maximum (Tusher,
 changes c, which is about the sd of one seed's score. With a larger c, the test finds more if all arms are equally
 noisy, and less if one arm is noisier than the others: see `benchmarks/calibration.py`.
 
-A seed that tunes has several runs of arm and base. To flip it is to exchange all of them; then every seed chooses its
-candidates anew (`cross_fitting`), and e_s d_js stands for the differences of the results after the exchange.
+A seed that tunes has several runs of arm and base. To flip it is to exchange all of them; then the runs of every seed
+are weighed anew (`cross_fitting`), and e_s d_js stands for the differences of the results after the exchange.
 
 The test steps down: an arm that was found to differ from the base stays in the family, but with its mean subtracted
 from its differences, so that all intervals hold together.

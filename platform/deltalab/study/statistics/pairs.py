@@ -49,8 +49,8 @@ class Pairs:
     def exchanged(self, signs: Array) -> Array:
         """Returns the differences [E, n] after exchanging arm and base at the seeds whose sign is negative.
 
-        Every seed then chooses anew. A number that is subtracted from all of the arm's scores is subtracted from the
-        scores of all candidates of a seed alike, and changes no choice: it changes a difference by the number times the
+        Every seed is then weighed anew. A number that is subtracted from all of the arm's scores is subtracted from the
+        scores of all candidates of a seed alike, and changes no weight: it changes a difference by the number times the
         sign.
 
         Args:

@@ -1,24 +1,29 @@
-"""Computes the result of a seed: the test score of its run of the candidate that the arm's other seeds prefer.
+"""Computes the result of a seed: the mean of its runs' test scores, weighted by the arm's other seeds.
 
-Every seed trains every candidate, and `cross_fitting` says how it chooses. So the tested differences include the noise
-of tuning, and no arm gains by runs that vary more. A run that did not finish counts as the worst outcome of its seed:
-the worst score of all arms, or chance if chance is worse.
+Every seed trains every candidate, and `cross_fitting` says how they are weighed. So the tested differences include the
+noise of tuning, and no arm gains by runs that vary more. A run that did not finish counts as the worst outcome of its
+seed: the worst score of all arms, or chance if chance is worse.
 
 A candidate whose trial failed in one arm counts in no arm: an arm that lost a candidate would choose among fewer than
 the others. If all candidates of an arm failed, the arm has only the seeds that it trained before.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from operator import mul
+from functools import cached_property
+from itertools import combinations
+from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltalab.study.statistics.cross_fitting import Sample
 from deltalab.study.statistics.joint_test import Look, Outcome, follow
 from deltalab.study.statistics.pairs import Pairs
+
+SUBSETS = 64
+"""How many subsets of candidates the expected result of a smaller budget is the mean of, at most."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Scores:
         runs: The recorded runs of each arm; a run that failed may be absent.
         seeds: The seeds that each arm was to train, in order.
         failed: The candidates whose trials failed, by arm; an arm without failures may be absent.
-        results: Arm -> seed -> the test score of the chosen run, or the worst outcome if that run did not finish.
+        results: Arm -> seed -> the weighted mean of its runs' test scores.
     """
 
     base: str
@@ -55,6 +60,7 @@ class Scores:
     failed: Mapping[str, Collection[int]] = field(default_factory=dict)
     results: dict[str, dict[int, float]] = field(init=False)
     _worst: dict[tuple[str, int], float] = field(init=False, repr=False, default_factory=dict)
+    _kept_weights: dict[str, NDArray[np.float64]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Computes the results."""
@@ -109,12 +115,18 @@ class Scores:
         return run if run and math.isfinite(run.validation) and math.isfinite(run.test) else None
 
     def choice(self, arm: str, seed: int) -> int | None:
-        """Returns the number of the candidate that a seed takes; None if its run of that candidate did not finish."""
+        """Returns the candidate with the greatest weight for a seed; None if the seed's run of it did not finish."""
         seeds, numbers = self.trained(arm), self.numbers(arm)
         if seed not in seeds:
             return None
-        chosen = self.sample(arm, seeds).choices()[seeds.index(seed)]
-        return numbers[chosen] if self._finished(arm, numbers[chosen], seed) else None
+        number = numbers[self._weights(arm)[seeds.index(seed)].argmax()]
+        return number if self._finished(arm, number, seed) else None
+
+    def _weights(self, arm: str) -> NDArray[np.float64]:
+        """The weights of an arm's candidates, by seed and candidate: [n, C]."""
+        if arm not in self._kept_weights:
+            self._kept_weights[arm] = self.sample(arm, self.trained(arm)).weights()
+        return self._kept_weights[arm]
 
     def worst(self, seed: int, split: str = "test") -> float:
         """Returns the worst outcome of a seed: the worst score of all arms, or chance if chance is worse."""
@@ -164,7 +176,7 @@ class Scores:
         return best(means, key=lambda number: means[number]) if means else None
 
     def shown(self, arm: str) -> int | None:
-        """Returns the candidate to show for an arm: the best or, if there is none, the first that a seed chose."""
+        """Returns the candidate to show for an arm: the best or, if there is none, that of a seed."""
         best = self.best(arm)
         if best is not None:
             return best
@@ -182,27 +194,26 @@ class Scores:
     def by_budget(self, arm: str) -> list[float]:
         """Returns the expected result if only 1, 2, ... of the candidates had been tried.
 
-        Sort the n candidates as a seed prefers them. If b of them are drawn without replacement, candidate r (from 0)
-        is the best of the draw with probability C(n - 1 - r, b - 1) / C(n, b).
+        It is the mean over subsets of the candidates: over all of a size, or over `SUBSETS` of them drawn by lot.
 
         References:
             Dodge et al. 2019, arXiv:1909.03004.
         """
-        sample = self.sample(arm, self.trained(arm))
-        ranked, expected = sample.ranked().tolist(), []
-        for chance in _chances(sample.candidates):
-            sums = [math.fsum(map(mul, chance, tests)) for tests in ranked]
-            expected.append(math.fsum(sums) / len(sums) if sums else math.nan)
+        sample, draw = self.sample(arm, self.trained(arm)), Random(0)
+        if not sample.seeds:
+            return [math.nan] * sample.candidates
+        expected = []
+        for budget in range(1, sample.candidates + 1):
+            count = math.comb(sample.candidates, budget)
+            columns = range(sample.candidates)
+            subsets = combinations(columns, budget) if count <= SUBSETS else _drawn(columns, budget, draw)
+            expected.append(float(np.mean([sample.among(subset).results().mean() for subset in subsets])))
         return expected
 
 
-@cache
-def _chances(total: int) -> list[list[float]]:
-    """For b = 1, 2, ... `total` candidates drawn, the probability that number r = 0, 1, ... is the best of them."""
-    return [
-        [math.comb(total - 1 - r, budget - 1) / math.comb(total, budget) for r in range(total)]
-        for budget in range(1, total + 1)
-    ]
+def _drawn(columns: Sequence[int], size: int, draw: Random) -> Iterator[list[int]]:
+    """Draws `SUBSETS` subsets of a size."""
+    return (draw.sample(columns, size) for _ in range(SUBSETS))
 
 
 def outcomes(tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool = True) -> list[dict[str, Outcome]]:
