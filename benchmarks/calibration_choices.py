@@ -1,0 +1,142 @@
+"""The parts of benchmarks/calibration.py on how seeds choose, on candidates that failed, and on families of tasks.
+
+Every study goes through deltalab's own statistics.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltalab.study.statistics.cross_fitting import Sample
+from deltalab.study.statistics.joint_test import ALPHA, Outcome, follow, one_look
+from deltalab.study.statistics.pairs import Pairs
+from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
+
+Array = NDArray[np.float64]
+ARMS, SEEDS, EFFECT = 7, 7, 2.0
+SPLIT_NOISE = 0.2
+"""The sd of a run's validation score and of its test score around the run's luck."""
+SHARE = 6
+"""A study here takes about 15 ms, so that there are fewer of them by this factor."""
+
+
+class Bench(Protocol):
+    """What the parts use of `calibration.Bench`."""
+
+    repeats: int
+    random: np.random.Generator
+
+
+def drawn(random: np.random.Generator, losses: Sequence[float], spread: Array) -> tuple[Array, Array]:
+    """Draws validation and test scores [1 + ARMS, SEEDS, C] of arms whose candidates lose what is given."""
+    shape = (len(spread), SEEDS, len(losses))
+    luck = random.normal(size=shape)
+    validation, test = (luck + SPLIT_NOISE * random.normal(size=shape) for _ in range(2))
+    sd = spread[:, None, None]
+    return sd * validation - losses, sd * test - losses
+
+
+def own(sample: Sample) -> Array:
+    """The results of seeds that take their own best run, as studies did until 2026-11-25."""
+    best = sample.validation.argmax(-1)[:, None]
+    return np.take_along_axis(sample.test, best, -1)[:, 0]
+
+
+def by_own_choice(samples: Sequence[Sample]) -> list[Outcome]:
+    """Flips the differences of seeds that choose among their own runs."""
+    return follow([own(arm) - own(samples[0]) for arm in samples[1:]], one_look(SEEDS), intervals=False)
+
+
+def by_flips(samples: Sequence[Sample]) -> list[Outcome]:
+    """Flips the differences of seeds whose runs other seeds weigh, as if they were independent."""
+    results = [sample.results() for sample in samples]
+    return follow([arm - results[0] for arm in results[1:]], one_look(SEEDS), intervals=False)
+
+
+def by_exchange(samples: Sequence[Sample]) -> list[Outcome]:
+    """Exchanges all runs of a seed, and weighs anew: what studies do."""
+    return follow([Pairs(arm, samples[0]) for arm in samples[1:]], one_look(SEEDS), intervals=False)
+
+
+WAYS: dict[str, Callable[[Sequence[Sample]], list[Outcome]]] = {
+    "its own best run; flips of differences": by_own_choice,
+    "its runs, weighed by the other seeds; flips of differences": by_flips,
+    "its runs, weighed by the other seeds; exchange of whole seeds": by_exchange,
+}
+
+
+def told(outcome: Outcome) -> bool:
+    return outcome.difference.p <= ALPHA
+
+
+def choices(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures the errors of each way to choose: with equal arms, a noisy arm, and arms that are all noisy."""
+    studies = max(1, bench.repeats // SHARE)
+    spreads = {
+        "equal": np.ones(1 + ARMS),
+        "noisy": np.r_[np.ones(ARMS), 2.0],
+        "all_noisy": np.r_[1.0, np.full(ARMS, 2.0)],
+    }
+    for candidates in (3, 6):
+        for noise in (0, 1, 2, 4):
+            losses = noise * (np.linspace(-1, 1, candidates) - 0.15) ** 2
+            counts: dict[str, dict[str, int]] = {way: dict.fromkeys((*spreads, "better", "power"), 0) for way in WAYS}
+            for _ in range(studies):
+                for name, spread in spreads.items():
+                    validation, test = drawn(bench.random, losses, spread)
+                    samples = [Sample(v, t) for v, t in zip(validation, test, strict=True)]
+                    for way, of in WAYS.items():
+                        found = of(samples)
+                        counts[way][name] += any(map(told, found))
+                        if name == "noisy":
+                            counts[way]["better"] += told(found[-1]) and found[-1].difference.mean > 0
+                        if name == "equal":
+                            counts[way]["power"] += told(of([samples[0], samples[1].shifted(EFFECT), *samples[2:]])[0])
+            for way, of_way in counts.items():
+                shares = {key: count / studies for key, count in of_way.items()}
+                yield {"choice": way, "candidates": candidates, "noise": noise, "studies": studies, **shares}
+
+
+def failures(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures false verdicts where the last of three candidates failed in the base, or in one arm."""
+    studies = max(1, bench.repeats // SHARE)
+    for who in ("base", "arm"):
+        for loss in (0.0, 0.5, 1.0):
+            wrong = {"before": 0, "now": 0}
+            for _ in range(studies):
+                validation, test = drawn(bench.random, [loss, loss, 0.0], np.ones(1 + ARMS))
+                hit = 0 if who == "base" else ARMS
+                samples = [Sample(v, t) for v, t in zip(validation, test, strict=True)]
+                results = [own(sample.among([0, 1]) if i == hit else sample) for i, sample in enumerate(samples)]
+                before = follow([arm - results[0] for arm in results[1:]], one_look(SEEDS), intervals=False)
+                names = ["base", *map(str, range(1, 1 + ARMS))]
+                runs = {
+                    name: {
+                        c: {seed + 1: Run(validation[i, seed, c], test[i, seed, c]) for seed in range(SEEDS)}
+                        for c in range(2 if i == hit else 3)
+                    }
+                    for i, name in enumerate(names)
+                }
+                seeds = dict.fromkeys(names, range(1, 1 + SEEDS))
+                scores = Scores("base", True, -10.0, runs, seeds, {names[hit]: {2}})
+                now = outcomes([scores], one_look(SEEDS), intervals=False)[0].values()
+                wrong["before"] += any(map(told, before))
+                wrong["now"] += any(map(told, now))
+            yield {"failed": who, "loss": loss, **{key: count / studies for key, count in wrong.items()}}
+
+
+def families(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures the error of a study of several tasks, where each task or the whole study is a family."""
+    studies = max(1, bench.repeats // SHARE)
+    for tasks in (1, 3, 8):
+        wrong = {"task": 0, "study": 0}
+        for _ in range(studies):
+            scores = bench.random.normal(size=(tasks, 1 + ARMS, SEEDS))
+            by_task = [list(task[1:] - task[0]) for task in scores]
+            wrong["task"] += any(told(o) for d in by_task for o in follow(d, one_look(SEEDS), intervals=False))
+            units = [unit for unit, d in enumerate(by_task) for _ in d]
+            whole = follow([d for task in by_task for d in task], one_look(SEEDS), units, intervals=False)
+            wrong["study"] += any(map(told, whole))
+        yield {"tasks": tasks, **{family: count / studies for family, count in wrong.items()}}
