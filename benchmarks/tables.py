@@ -204,15 +204,19 @@ def parallel_form() -> list[str]:
 def calibration_goals() -> list[str]:
     """Compares the statistics with their goals."""
     results = load("calibration")
-    old, new = (
-        [row for row in results["designs"] if row["design"] == design]
-        for design in (results["designs"][0]["design"], "each seed chooses among its own runs")
-    )
     rows = []
-    for title, key, goal in (("false verdicts a study", "error", 0.055), ("joint coverage", "coverage", 0.94)):
-        for before, now in zip(old, new, strict=True):
-            name = f"{title}, where tuning has a noise of {now['noise']} sd"
-            rows.append([name, f"{before[key]:.3f}", judged(now[key], goal, least=key == "coverage", digits=3)])
+    ways = {way: [row for row in results["choices"] if row["choice"] == way] for way in WAYS_TO_CHOOSE}
+    for key, title in (("equal", "arms alike"), ("better", "an arm of twice the sd alone called better")):
+        for before, now in zip(ways["its own best run; flips of differences"], ways[WAYS_TO_CHOOSE[-1]], strict=True):
+            name = f"false verdicts a study, {now['candidates']} candidates, noise of {now['noise']} sd, {title}"
+            rows.append([name, f"{before[key]:.3f}", judged(now[key], 0.055, least=False, digits=3)])
+    for row in results["failures"]:
+        lost = f"the last of 3 candidates failed in {'the base' if row['failed'] == 'base' else 'one arm'}"
+        name = f"false verdicts a study, {lost}, the others worse by {row['loss']:g} sd"
+        rows.append([name, f"{row['before']:.3f}", judged(row["now"], 0.055, least=False, digits=3)])
+    for row in results["families"]:
+        name = f"false verdicts a study of {row['tasks']} task{'s' * (row['tasks'] > 1)}"
+        rows.append([name, f"{row['task']:.3f}", judged(row["study"], 0.055, least=False, digits=3)])
     powers = {(row["setting"], row["constant"]): row["power"] for row in results["powers"]}
     for setting, goal in (
         ("equal variances", 0.80),
@@ -238,7 +242,28 @@ def calibration_goals() -> list[str]:
         rows.append([name, f"{row['bootstrap_coverage']:.3f}", judged(row["coverage"], 0.92, least=True, digits=3)])
     checked = results["checked"]
     rows.append([f"of {checked['rows']:,} rows, contradict", "", str(checked["contradictions"])])
-    return table(["", "before: one choice, separate tests; bootstraps", "now"], rows)
+    return table(["", "before", "now"], rows)
+
+
+WAYS_TO_CHOOSE = (
+    "its own best run; flips of differences",
+    "its runs, weighed by the other seeds; flips of differences",
+    "its runs, weighed by the other seeds; exchange of whole seeds",
+)
+
+
+def calibration_of_choices() -> list[str]:
+    """Compares the ways in which a seed may choose among its runs."""
+    results = load("calibration")["choices"]
+    cells = {(row["choice"], row["candidates"], row["noise"]): row for row in results}
+    heads = sorted({(row["candidates"], row["noise"]) for row in results})
+    rows = []
+    for way in WAYS_TO_CHOOSE:
+        of_way = [cells[way, candidates, noise] for candidates, noise in heads]
+        figures = [[f"{row[key]:.2f}" for key in ("equal", "noisy", "all_noisy", "power")] for row in of_way]
+        rows.append([way, *(" / ".join(of_cell) for of_cell in figures)])
+    head = [f"{candidates} candidates, noise {noise}" for candidates, noise in heads]
+    return table(["equal / one noisy / all noisy / power", *head], rows)
 
 
 def effects(row: dict[str, Any]) -> str:
@@ -504,6 +529,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         trained_winner,
         calibration_goals,
         calibration_of_designs,
+        calibration_of_choices,
         calibration_of_constants,
         calibration_by_distribution,
         calibration_of_looks,
