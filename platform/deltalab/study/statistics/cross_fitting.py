@@ -81,7 +81,7 @@ class Sample:
         Examples:
             >>> validation = np.array([[0.9, 0.1], [0.2, 0.8], [0.3, 0.9]])
             >>> Sample(validation, np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).results().round(3)
-            array([2.   , 3.622, 5.463])
+            array([2.   , 3.464, 5.464])
         """
         if self.candidates == 1:
             return self.test[..., 0]
