@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltalab.models.dead_parameters import TOKENS, dead_parameters
+from deltalab.models.dead_parameters import MOST_COUNTED, TOKENS, dead_parameters
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import list_rules
@@ -54,3 +54,10 @@ def test_dead_parameters_do_nothing() -> None:
         mixer.qkv.weight[16:32] += 1
         mixer.conv[:, 16:32] += 1
     assert torch.equal(model(tokens), before)
+
+
+def test_blocks_that_are_too_large_are_not_counted() -> None:
+    wide = replace(SPEC, rule="gla", d_model=8192)
+    assert 4 * wide.d_model**2 > MOST_COUNTED
+    assert dead_parameters(wide, TOKENS) is None
+    assert dead_parameters(replace(SPEC, layers=("rule", "attention"), mlp_width=2**20), TOKENS) is None

@@ -9,11 +9,13 @@ ROWS, TOKENS = 4, 32
 """How many random sequences a block reads, and how long they are. They reach every slot that a rule routes to."""
 NOISE = 0.1
 """The standard deviation of what is added to each parameter. One that starts at zero may hide those before it."""
+MOST_COUNTED = 2**24
+"""Parameters of the largest block whose gradient is computed, for which a plan has 200 MB and seconds."""
 
 _known: dict[tuple[str, int], int] = {}
 
 
-def dead_parameters(model: ModelSpec, length: int) -> int:
+def dead_parameters(model: ModelSpec, length: int) -> int | None:
     """Counts the elements of the blocks' parameters whose gradient is zero, whatever `length` tokens a model reads.
 
     A layer makes the parameters of every gate and vector that its rule declares. If a study switches off what they act
@@ -24,8 +26,14 @@ def dead_parameters(model: ModelSpec, length: int) -> int:
         length: The tokens of a sequence. A block reads fewer if these reach all of its parameters.
 
     Returns:
-        The number of elements, over all blocks. What the model raises when it runs passes through.
+        The number of elements, over all blocks; None if a block has more than `MOST_COUNTED` parameters. What the model
+        raises when it runs passes through.
     """
+    with torch.device("meta"):
+        if any(
+            sum(p.numel() for p in build_model(block).blocks.parameters()) > MOST_COUNTED for _, block in model.kinds()
+        ):
+            return None
     return sum(count * _of_block(block, length) for count, block in model.kinds())
 
 

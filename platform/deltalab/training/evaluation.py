@@ -110,20 +110,21 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
     The cost `flops_per_token` counts the matrix products of a forward pass, without embedding and logits; the products
     of a scan are those of its chunks. The cost `state_size` counts the elements of the rule's memory of one sequence,
     and `kv_cache` those of them that grow with the sequence. `conv_cache` counts what is held beside the memory: see
-    `CacheSize`. `dead_parameters` counts the parameters that do nothing.
+    `CacheSize`. `dead_parameters` counts the parameters that do nothing, unless the blocks are too large for it.
 
     Args:
         model: The model.
         length: The tokens of the sequence.
         step: The step that is recorded with the costs.
     """
-    dead = "cost", "dead_parameters", step, float(dead_parameters(model.spec, length))
+    count = dead_parameters(model.spec, length)
+    dead: list[Metric] = [] if count is None else [("cost", "dead_parameters", step, float(count))]
     if not model.embed.weight.is_cuda:
-        return [*_counted(model, length, step), dead]
+        return [*_counted(model, length, step), *dead]
     try:
-        return [*counted_without_numbers(model, length, step), dead]
+        return [*counted_without_numbers(model, length, step), *dead]
     except Exception:  # a rule may read values, which tensors on `meta` do not have
-        return [*_counted(model, length, step), dead]
+        return [*_counted(model, length, step), *dead]
 
 
 def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric]:

@@ -96,7 +96,7 @@ def _uneven(rows: list[Row], base: Row) -> Iterator[str]:
 
 def _dead(rows: list[Row]) -> Iterator[str]:
     for row in rows:
-        if row.parameters and (text := dead_parameters_text(row.arm, row.dead_parameters or 0, row.parameters)):
+        if row.parameters and (text := dead_parameters_text(row.arm, row.dead_parameters, row.parameters)):
             yield text
 
 

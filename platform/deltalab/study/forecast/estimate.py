@@ -16,7 +16,7 @@ from rich.text import Text
 
 from deltalab.authoring import verdict
 from deltalab.errors import InputError
-from deltalab.models.dead_parameters import dead_parameters
+from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters
 from deltalab.reading import pairs
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.power import Spread, detectable
@@ -44,7 +44,7 @@ class ArmCost:
         arm: The arm's name.
         change: What the arm changes in the base, in words.
         parameters: How many elements are trained.
-        dead_parameters: How many of them do nothing.
+        dead_parameters: How many of them do nothing; None if the blocks are too large to count them.
         state_size: The elements of the rules' memory of one sequence, KV caches too.
         kv_cache: How many of them grow with the sequence.
         conv_cache: The elements that are held beside the memory, which the convolution reads again.
@@ -55,7 +55,7 @@ class ArmCost:
     arm: str
     change: str
     parameters: int
-    dead_parameters: int
+    dead_parameters: int | None
     state_size: int
     kv_cache: int
     conv_cache: int
@@ -276,7 +276,12 @@ def _dead(plan: Plan, costs: list[ArmCost]) -> list[str]:
     What a search will find is not known, and its finalists stand in the plan as the base.
     """
     known = [cost for cost, arm in zip(costs, plan.arms, strict=True) if arm.is_base or not plan.spec.search]
-    notes = (dead_parameters_text(cost.arm, cost.dead_parameters, cost.parameters) for cost in known)
+    notes = (
+        f"{cost.arm}: parameters that do nothing are not counted in blocks of over {MOST_COUNTED:,} parameters."
+        if cost.dead_parameters is None
+        else dead_parameters_text(cost.arm, cost.dead_parameters, cost.parameters)
+        for cost in known
+    )
     return list(dict.fromkeys(filter(None, notes)))
 
 
@@ -335,7 +340,7 @@ def _extended(plan: Plan) -> list[str]:
     return ["tune.extend may add candidates, which are not counted here, where a best value is at the end of a range."]
 
 
-def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int]], list[Training]]:
+def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int | None]], list[Training]]:
     """Returns the model costs, the number of dead parameters and the training of each arm."""
     counter, costs, trainings = CostCounter(), [], []
     for arm in plan.arms:

@@ -52,8 +52,8 @@ class ModelCosts:
         }
 
 
-def dead_parameters_text(arm: str, dead: int, parameters: int) -> str | None:
-    """Says that an arm has parameters that do nothing; None if it has none.
+def dead_parameters_text(arm: str, dead: int | None, parameters: int) -> str | None:
+    """Says that an arm has parameters that do nothing; None if it has none, or if they were not counted.
 
     Examples:
         >>> dead_parameters_text("without_b", 1152, 17396)
