@@ -4,10 +4,10 @@
 
 The parts are error and coverage of the designs of tuning, the power of the test with several constants c, error and
 coverage by distribution and number of seeds, the runs that sequential looks save, in `calibration_choices` how seeds
-choose, candidates that failed and families of tasks, and in `calibration_trends` the predictions of ladders and
-Kendall's tau between tasks. The figures of the test come from p alone, computed for many
-studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`, which must find the same
-verdicts, and intervals that agree with the verdicts. The script takes an hour on one core.
+choose, candidates that failed and families of tasks, in `calibration_margins` verdicts by a margin, and in
+`calibration_trends` the predictions of ladders and Kendall's tau between tasks. The figures of the test come from p
+alone, computed for many studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`,
+which must find the same verdicts, and intervals that agree with the verdicts. The script takes two hours on one core.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import scipy
 from calibration_choices import choices, failures, families
+from calibration_margins import margins
 from calibration_trends import extrapolation, transfer_tau
 from numpy.typing import NDArray
 from scipy import stats
@@ -529,7 +530,18 @@ def main() -> None:
 
 PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
     part.__name__: part
-    for part in (designs, powers, distributions, sequential, choices, failures, families, extrapolation, transfer_tau)
+    for part in (
+        designs,
+        powers,
+        distributions,
+        sequential,
+        choices,
+        failures,
+        families,
+        margins,
+        extrapolation,
+        transfer_tau,
+    )
 }
 
 if __name__ == "__main__":

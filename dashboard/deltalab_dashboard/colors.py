@@ -19,11 +19,15 @@ Any two of the colours differ by at least 13 (CIEDE2000) under deuteranopia and 
 vision.
 """
 
-COLORS = {"better": BETTER, "worse": WORSE, "undecided": UNDECIDED}
-"""The colour of a verdict. The keys are the results of `kind`."""
-SHAPES = {"better": "triangle-up", "worse": "triangle-down", "undecided": "circle"}
+COLORS = {"better": BETTER, "worse": WORSE, "equal": UNDECIDED, "undecided": UNDECIDED}
+"""The colour of a verdict. The keys are the results of `kind`.
+
+Colour-blind readers tell no fourth colour from these on both a light and a dark page, so that "equal" has its shape
+alone.
+"""
+SHAPES = {"better": "triangle-up", "worse": "triangle-down", "equal": "square", "undecided": "circle"}
 """The shape of a verdict in a chart. The keys are the results of `kind`."""
-MARKS = {"better": "▲", "worse": "▼", "undecided": "○"}
+MARKS = {"better": "▲", "worse": "▼", "equal": "■", "undecided": "○"}
 """The character that marks a verdict in text. The keys are the results of `kind`."""
 
 
@@ -31,7 +35,7 @@ def kind(verdict: str) -> str:
     """Returns the key of a verdict in `COLORS`, `SHAPES` and `MARKS`.
 
     Examples:
-        >>> kind("worse"), kind("no difference found at this budget")
+        >>> kind("worse"), kind("equal or better")
         ('worse', 'undecided')
     """
     return verdict if verdict in COLORS else "undecided"

@@ -4,11 +4,12 @@ import math
 
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.reports.report import Report
+from deltalab.study.reports.sentence import DECIDED
 from deltalab_dashboard.colors import MARKS
 
 LEGEND = (
-    "mean (difference to the base); ▲ better and ▼ worse than the base, p <= 0.05, tested together; ★ best mean; "
-    "† some seeds did not finish"
+    "mean (difference to the base); ▲ better, ▼ worse, ■ equal to the base by the margin, tested together; "
+    "★ best mean; † some seeds did not finish"
 )
 """Explains the marks in the table's cells."""
 
@@ -42,5 +43,5 @@ def _cell(row: Row) -> str:
         return row.verdict
     text = f"{row.score.mean:.3f}"
     if row.difference is not None and row.difference.n:
-        text += f" ({row.difference.mean:+.3f}{f' {MARKS[row.verdict]}' if row.verdict in ('better', 'worse') else ''})"
+        text += f" ({row.difference.mean:+.3f}{f' {MARKS[row.verdict]}' if row.verdict in DECIDED else ''})"
     return text + ("†" if row.score.missing else "")

@@ -185,6 +185,8 @@ def difference_rows(table: TaskTable) -> tuple[pd.DataFrame, pd.DataFrame]:
 def forest(table: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
     """Draws each arm's mean difference from the base with its interval, and below it a dot for each seed.
 
+    A band shows the differences that the margin counts as equal.
+
     Args:
         table: The arms on the task.
         rows: The first table that `difference_rows` returns.
@@ -209,6 +211,8 @@ def forest(table: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.Lay
             "pairs:Q",
         ],
     )
+    margin = pd.DataFrame({"low": [-table.margin], "high": [table.margin]})
+    equal = alt.Chart(margin).mark_rect(color=BASE, opacity=0.15).encode(x="low:Q", x2="high:Q")
     zero = alt.Chart(pd.DataFrame({"zero": [0.0]})).mark_rule(strokeDash=[4, 4], color=BASE).encode(x="zero:Q")
     lines = base.mark_rule(strokeWidth=3).encode(
         x=alt.X(
@@ -225,7 +229,7 @@ def forest(table: TaskTable, rows: pd.DataFrame, seeds: pd.DataFrame) -> alt.Lay
         .mark_circle(size=26, opacity=0.6, yOffset=11)
         .encode(**channels, x="difference:Q", tooltip=["arm:N", "seed:Q", alt.Tooltip("difference:Q", format=".4f")])
     )
-    return alt.layer(zero, lines, points, dots).properties(height=alt.Step(38))
+    return alt.layer(zero, lines, points, dots, equal).properties(height=alt.Step(38))
 
 
 def _number(value: float | None) -> float:

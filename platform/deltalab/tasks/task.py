@@ -52,6 +52,11 @@ class Batch:
         return self.targets[self.targets != IGNORE]
 
 
+MARGINS = dict.fromkeys(("accuracy", "scaled_accuracy", "exact_match", "sequence_accuracy", "bits_per_byte"), 0.01)
+"""The least difference of a metric that matters, where neither a study nor its task says: a point of accuracy, or 0.01
+bits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """A proxy task, whose dataclass fields are its parameters, as a study file writes them.
@@ -101,6 +106,11 @@ class Task(ABC):
 
     else:
         train_examples = None
+
+    @property
+    def margin(self) -> float:
+        """The least difference of `metric` that matters, unless a study says otherwise; 0 if any difference does."""
+        return MARGINS.get(self.metric, 0.0)
 
     @property
     def train_tokens(self) -> int | None:

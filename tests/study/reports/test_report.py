@@ -17,6 +17,7 @@ from deltalab.store.models import Stage
 from deltalab.study.answers.rows import Row
 from deltalab.study.reports.columns import cells, columns
 from deltalab.study.reports.report import Report, report
+from deltalab.study.reports.sentence import sentence, short_verdict, verdict_counts
 
 TASKS: dict[str, dict[str, Any]] = {
     "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1, "bounds": [0, 1]},
@@ -121,10 +122,10 @@ GOLDEN = """\
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | base | 8 | 0.921 [0.906, 0.936] |  |  | base | 20 | 1,000 | 2,048 | 12,345 | train.lr=0.005, rule.d=head |
 | no_d | 8 | 0.486 [0.463, 0.510] | -0.435 [-0.460, -0.410] | 0.008 | worse | 20 | 1,000 | 4,096 | 12,345 |  |
-| odd\\|b | 8 | 0.921 [0.905, 0.937] | +0.000 [-0.015, +0.015] | 1.000 | no difference found at this budget \
+| odd\\|b | 8 | 0.921 [0.905, 0.937] | +0.000 [-0.015, +0.015] | 1.000 | undecided \
 | 20 | 1,000 | 2,048 | 12,345 |  |
 | iplr | 6 of 8, 2 runs diverged | 0.698 [0.345, 1.000] | -0.224 [-0.596, +0.000] | 0.508 \
-| no difference found at this budget | 20 | 1,000 | 2,048 | 12,345 |  |
+| undecided | 20 | 1,000 | 2,048 | 12,345 |  |
 | late | 0 |  |  |  | failed |  |  |  |  |  |
 
 - Pareto front of mean, flops per token and state: base, odd|b.
@@ -136,7 +137,10 @@ no_d 2 of 8 [0.03, 0.65], odd|b 8 of 8 [0.63, 1.00], iplr 6 of 8 [0.35, 0.97].
 - failed: late, tune 3 on mqar: ValueError: bad [value]
 - A seed's score is that on the test split at the last step. Means are over seeds, with a 95% t interval.
 - Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over a task's arms \
-and hold jointly: better and worse mean p <= 0.05, and an interval that leaves out 0.
+and hold jointly.
+- Better and worse mean that the interval lies beyond the margin, or beyond 0 without a margin. Equal means that two \
+one-sided tests at 0.05 find the difference smaller than the margin; equal or better, that the arm is not worse by the \
+margin.
 - Costs are those of the tuned candidate: time per trained token, elements of state, parameters.
 - Whole study: if no arm differed from the base, at most 5% of such studies would find a difference.
 - A proxy task of this size does not rank every method as training at scale does.
@@ -212,17 +216,12 @@ def test_a_wide_terminal_shows_one_table_and_a_narrow_one_two(whole: Report, wid
     assert len(rules) == (1 if width >= 120 else 2)
 
 
-def test_a_short_verdict_is_explained(whole: Report) -> None:
-    assert "no diff.: no difference found at this budget" in text(whole, 80)
-    assert "no diff." not in text(whole, 240)
-
-
 def test_json_has_every_figure_and_no_nan(whole: Report) -> None:
     found = json.loads(whole.to_json(), parse_constant=pytest.fail)
     [table] = found["tables"]
     assert (found["state"], table["metric"], table["maximize"]) == ("failed", "accuracy", True)
     iplr = table["rows"][3]
-    assert set(iplr["difference"]) == {"mean", "low", "high", "p", "n"}
+    assert set(iplr["difference"]) == {"mean", "low", "high", "p", "n", "margin", "is_equal"}
     assert iplr["score"]["missing"] == 2
     assert table["warnings"] == ["no_d has 2.00 times the state of the base."]
     assert table["rows"][0]["tuned"] == {"train.lr": 0.005, "rule.d": "head"}
@@ -251,6 +250,46 @@ def test_lower_is_better_where_the_task_says_so(store: Store) -> None:
         {"base": "base", "up": "worse", "down": "better"},
     ]
     assert "bits_per_byte on test, lower is better" in found.to_markdown()
+
+
+EVEN = [0.01, -0.01, 0.02, -0.02, 0.01, -0.01, 0.0, 0.0]
+"""What an arm adds to the base's seeds, with mean 0."""
+SHIFTS = {"up": 0.1, "rather up": 0.035, "even": 0.0, "rather down": -0.035, "down": -0.1}
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_a_verdict_says_on_which_side_of_the_margins_the_interval_lies(store: Store, maximize: bool) -> None:
+    task = {**TASKS["mqar"], "maximize": maximize, "margin": 0.04, "bounds": None}
+    arms = {"base": {}, **{name: {"x": [0, shift]} for name, shift in SHIFTS.items()}, "wide": {"x": [0, 9]}}
+    lab = Lab(store, arms, {"mqar": task})
+    lab.record("base", BASE)
+    for name, shift in SHIFTS.items():
+        lab.record(name, [x + e + shift for x, e in zip(BASE, EVEN, strict=True)])
+    lab.record("wide", [x + 10 * e for x, e in zip(BASE, EVEN, strict=True)])
+    store.finish_study(lab.id, "done")
+    found = report(store, lab.id)
+    up, down = ("better", "worse") if maximize else ("worse", "better")
+    verdicts = [up, f"equal or {up}", "equal", f"equal or {down}", down, "undecided"]
+    assert [row.verdict for row in found.tables[0].rows[1:]] == verdicts
+    assert verdict_counts(found) == {"better": 1, "worse": 1, "equal": 1, "undecided": 3}
+    assert sentence(found).endswith(
+        "; even equals the base within 0.04 accuracy on mqar; 3 of 6 comparisons are undecided."
+    )
+    assert "chance 0.0156, margin 0.04" in found.to_markdown()
+    assert "equal or better: needs" in short_verdict(rows(found)["rather up" if maximize else "rather down"])
+
+
+def test_a_ceiling_is_equal_and_not_worse(store: Store) -> None:
+    """1.000 against 0.999, which six seeds agree on."""
+    lab = Lab(store, {"base": {}, "near": {"x": [0, 1]}}, {"mqar": {**TASKS["mqar"], "margin": 0.01}}, seeds=6)
+    lab.record("base", [1.0] * 6)
+    lab.record("near", [0.999, 0.9985, 0.999, 0.9995, 0.999, 0.999])
+    store.finish_study(lab.id, "done")
+    found = report(store, lab.id)
+    near = rows(found)["near"]
+    assert near.difference is not None
+    assert (near.difference.p, near.verdict, near.seeds_needed) == (2 / 64, "equal", None)
+    assert sentence(found) == "No arm is better or worse: near equals the base within 0.01 accuracy on mqar."
 
 
 def test_few_seeds_are_told_what_they_cannot_show(store: Store) -> None:
@@ -282,9 +321,9 @@ def test_what_cannot_be_compared_says_why(store: Store) -> None:
     assert {row.arm: row.verdict for row in found.tables[0].rows} == {
         "base": "base",
         "no trial": "not run",
-        "all bad": "no difference found at this budget",
-        "some bad": "no difference found at this budget",
-        "no metric": "no difference found at this budget",
+        "all bad": "undecided",
+        "some bad": "undecided",
+        "no metric": "undecided",
         "raised": "failed",
     }
     bad = rows(found)["all bad"]

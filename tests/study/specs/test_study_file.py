@@ -98,6 +98,10 @@ TYPES = [
     ({"seeds": {"at_least": 9, "at_most": 6}}, "seeds: at_most 6 must be more than at_least 9"),
     ({"seeds": {"at_least": 6, "at_most": 6}}, "seeds: at_most 6 must be more than at_least 6"),
     ({"family": "both"}, "family must be 'task' or 'study', not 'both'"),
+    ({"margin": {"acuracy": 0.1}}, "margin: unknown metric 'acuracy'; did you mean 'accuracy'?"),
+    ({"margin": {"accuracy": 1}}, "margin.accuracy must be below 1, the most that two scores differ"),
+    ({"margin": {"accuracy": -0.1}}, "margin.accuracy must be greater than or equal to 0"),
+    ({"margin": 0.1}, "margin must be a mapping"),
     ({"name": 3}, "name must be text, not 3"),
     ({"name": "S x"}, "name must match pattern"),
     ({"task": {}}, "task must not be empty"),
@@ -610,6 +614,7 @@ def test_arms_tuning_family_name_and_profile_change_the_study_alone(plan: Callab
         plan(seeds={"at_least": 2, "at_most": 3}),
         plan(seeds={"at_least": 2, "at_most": 5}),
         plan(family="task"),
+        plan(margin={"accuracy": 0.1}),
         plan(name="t"),
         plan(profile="p", profiles={"p": {"description": "x"}}),
     ]

@@ -44,7 +44,9 @@ def statistic(flipped: Numbers, c: float) -> float:
     n = len(flipped)
     mean = sum(flipped) / n
     sd = math.sqrt(max(sum(x * x for x in flipped) - n * mean * mean, 0.0) / (n - 1))
-    return 0.0 if sd + c == 0 else math.sqrt(n) * abs(mean) / (sd + c)
+    if sd + c == 0:
+        return math.inf if mean else 0.0
+    return math.sqrt(n) * abs(mean) / (sd + c)
 
 
 def p_by_hand(arms: Sequence[Numbers], j: int, decided: set[int]) -> float:
@@ -131,7 +133,7 @@ def test_signs_drawn_for_each_arm_are_caught(monkeypatch: pytest.MonkeyPatch) ->
         for i, pairs in enumerate(self.pairs):
             own = random.choice([-1.0, 1.0], size=signs.shape)
             own[0] = 1.0
-            found.append(largest(joint_test._Family([pairs], [0]), 0, shifts if i == j else np.zeros(1), own)[1])
+            found.append(largest(joint_test._Family([pairs], [0], [0.0]), 0, shifts if i == j else np.zeros(1), own)[1])
         return np.maximum.reduce(np.broadcast_arrays(*found)), found[j]
 
     monkeypatch.setattr(joint_test._Family, "_largest", apart)
@@ -158,6 +160,22 @@ def families(draw: st.DrawFn, least: int = 2, most: int = 7) -> list[list[float]
     return family
 
 
+@given(families(least=5), st.floats(0.01, 20))
+@settings(max_examples=60, deadline=None)
+def test_an_arm_is_equal_if_both_margins_are_rejected_on_one_side(family: list[list[float]], margin: float) -> None:
+    looks = one_look(len(family[0]))
+    for j, outcome in enumerate(follow(family, looks, margins=[margin] * len(family))):
+        found = outcome.difference
+        told = {i for i, one in enumerate(compare(family)) if one.decided}
+        by_hand = [
+            p_by_hand([[x - (i == j) * m for x in d] for i, d in enumerate(family)], j, told) for m in (-margin, margin)
+        ]
+        assume(all(abs(p - 2 * ALPHA) > 1e-6 for p in by_hand))
+        assert found.is_equal == (abs(found.mean) < margin and max(by_hand) <= 2 * ALPHA)
+        assert found.margin == margin
+        assert not (found.is_equal and found.is_beyond)
+
+
 @given(families())
 @settings(max_examples=60, deadline=None)
 def test_the_interval_leaves_out_0_exactly_where_p_is_small(family: list[list[float]]) -> None:
@@ -172,7 +190,8 @@ def test_the_interval_leaves_out_0_exactly_where_p_is_small(family: list[list[fl
 def test_better_and_worse_are_mirrored(family: list[list[float]]) -> None:
     mirrored = compare([[-x for x in d] for d in family])
     for one, other in zip(compare(family), mirrored, strict=True):
-        assert list(vars(one).values()) == pytest.approx([-other.mean, -other.high, -other.low, other.p, other.n])
+        found = [-other.mean, -other.high, -other.low, other.p, other.n, other.margin, other.is_equal]
+        assert list(vars(one).values()) == pytest.approx(found)
 
 
 @example([[0.0] * 6, [0.003] * 6, [0.5] * 4 + [1.0] * 2], [*range(7)], [0, 2, 1])

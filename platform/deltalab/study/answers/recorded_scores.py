@@ -101,7 +101,7 @@ class RecordedScores:
             looks = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
             planned = range(1, self.looks[min(looks, len(self.looks)) - 1].seeds + 1) if trained else []
             seeds[arm.name] = [*planned, *(seed for seed in trained if seed not in planned)]
-        return Scores(base, task.maximize, task.chance, runs, seeds, failed)
+        return Scores(base, task.maximize, task.chance, runs, seeds, failed, task.margin)
 
 
 def current(trials: Sequence[TrialRow]) -> list[TrialRow]:

@@ -244,7 +244,10 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
     return [
         f"{score} Means are over seeds, with a 95% t interval.",
         f"Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over {family}"
-        f" arms and hold jointly: better and worse mean p <= {ALPHA}, and an interval that leaves out 0.",
+        f" arms and hold jointly.",
+        "Better and worse mean that the interval lies beyond the margin, or beyond 0 without a margin. Equal means "
+        f"that two one-sided tests at {ALPHA} find the difference smaller than the margin; equal or better, that the "
+        "arm is not worse by the margin.",
         "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
         f"Whole study: if no arm differed from the base, at most {most:.0%} of such studies would find a difference"
         + (f", {ALPHA:.0%} on each task; family: study keeps {ALPHA:.0%}." if families > 1 else "."),

@@ -8,7 +8,8 @@ from deltalab.store.models import Stage
 from deltalab.study.statistics.intervals import Interval, Share
 from deltalab.study.statistics.joint_test import Difference
 
-NO_DIFFERENCE = "no difference found at this budget"
+VERDICTS = ("better", "equal or better", "equal", "equal or worse", "worse", "undecided")
+"""What the test can say of an arm that was compared with enough seeds."""
 SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 """The split whose scores a stage of a study compares."""
 
@@ -20,7 +21,7 @@ class Row:
     Attributes:
         arm: The name of the arm.
         is_base: Whether the arm is the base, which the others are compared with.
-        verdict: What the test says: "better", "worse", `NO_DIFFERENCE`, or the reason that the arm is not compared.
+        verdict: What the test says: one of `VERDICTS`, or the reason that the arm is not compared.
         score: The mean of the seeds' scores and its 95% interval.
         diverged: The number of runs that diverged.
         difference: Arm minus base, paired by seed; interval and p hold jointly over the family.
@@ -95,6 +96,7 @@ class TaskTable:
         task: The name of the task.
         version: The version of the task.
         metric: The metric that is compared.
+        margin: The least difference of the metric that matters.
         maximize: Whether more of the metric is better.
         chance: The metric of a model that has learned nothing.
         split: The split that the scores are on.
@@ -110,6 +112,7 @@ class TaskTable:
     metric: str
     maximize: bool
     chance: float
+    margin: float
     split: str
     rows: list[Row]
     front: list[str]

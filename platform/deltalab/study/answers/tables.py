@@ -9,7 +9,7 @@ from typing import Any
 from deltalab.store import Arm, TrialRow
 from deltalab.study.answers.recorded_scores import RECORDED_COSTS, RecordedScores
 from deltalab.study.answers.remarks import table_notes, table_warnings
-from deltalab.study.answers.rows import NO_DIFFERENCE, SPLIT, Interaction, Row, TaskTable
+from deltalab.study.answers.rows import SPLIT, Interaction, Row, TaskTable
 from deltalab.study.specs.recorded_study import RecordedTask
 from deltalab.study.statistics.intervals import Interval, mean_interval, share_learned, within
 from deltalab.study.statistics.joint_test import (
@@ -53,6 +53,7 @@ def comparison_table(
         metric=task.metric,
         maximize=task.maximize,
         chance=task.chance,
+        margin=task.margin,
         split=SPLIT["confirm"],
         rows=rows,
         front=best,
@@ -70,6 +71,7 @@ def tuning_table(task: RecordedTask, arms: Sequence[Arm], ledger: RecordedScores
         metric=task.metric,
         maximize=task.maximize,
         chance=task.chance,
+        margin=task.margin,
         split=SPLIT["tune"],
         rows=_counted_alike([_tuning_row(arm, task, ledger) for arm in arms]),
         front=[],
@@ -139,8 +141,8 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
     needed = None
     if difference is not None and difference.n:
         by_seed = dict([*scores.by_seed(arm.name).items()][: difference.n])
-        if not difference.decided:
-            needed = seeds_to_decide(list(by_seed.values()), len(scores.others))
+        if not (difference.is_beyond or difference.is_equal):
+            needed = seeds_to_decide(list(by_seed.values()), len(scores.others), margin=task.margin)
     return Row(
         arm=arm.name,
         is_base=arm.is_base,
@@ -189,11 +191,16 @@ def _verdict(arm: Arm, trials: Sequence[TrialRow], difference: Difference | None
         return "base"
     if difference is None or not difference.n:
         return "not compared"
-    if difference.decided:
+    if difference.is_beyond:
         return "better" if (difference.mean > 0) == maximize else "worse"
+    if difference.is_equal:
+        return "equal"
     if smallest_p(difference.n) > ALPHA:
         return f"undecidable: needs {seeds_needed()} seeds"
-    return NO_DIFFERENCE
+    up, down = ("better", "worse") if maximize else ("worse", "better")
+    if difference.low > -difference.margin:
+        return f"equal or {up}"
+    return f"equal or {down}" if difference.high < difference.margin else "undecided"
 
 
 def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row]:

@@ -18,6 +18,7 @@ from deltalab.study.specs.ladder_sizes import keys_at_fault, tasks_at_sizes
 from deltalab.study.specs.method_settings import resolve_method, rule_of, with_change
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides
 from deltalab.study.specs.study_file import MOST_ARMS, Change, StudySpec, load_study
+from deltalab.tasks import Task
 
 
 def plan_study(
@@ -80,6 +81,7 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     for name in spec.for_task:
         if name not in spec.task:
             raise unknown("task", name, spec.task, where="for_task")
+    _refuse_margins(spec, tasks)
     changes = _changes(spec)
     finalists = spec.search.finalists if spec.search else 0
     if (count := len(tasks) * (1 + len(changes) + finalists)) > MOST_ARMS:
@@ -120,6 +122,19 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     if plan.budget is None:
         return plan
     return replace(plan, notes=tuple(check_space(plan)))
+
+
+def _refuse_margins(spec: StudySpec, tasks: Mapping[str, Task]) -> None:
+    """Refuses the margin of a metric that no task compares, or one that no difference can exceed."""
+    compared = {task.metric: task for task in tasks.values()}
+    for metric, margin in spec.margin.items():
+        if metric not in compared:
+            raise unknown("metric", metric, compared, where="margin")
+        bounds = compared[metric].bounds
+        if bounds and margin >= bounds[1] - bounds[0]:
+            raise InputError(
+                f"margin.{metric} must be below {bounds[1] - bounds[0]:g}, the most that two scores differ"
+            )
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:

@@ -87,7 +87,13 @@ class Plan:
             computed["looks"] = [look.seeds for look in self.spec.looks]
         if self.spec.family != "task":
             computed["family"] = self.spec.family
+        if self.spec.margin:
+            computed["margin"] = dict(sorted(self.spec.margin.items()))
         return _hash(computed)
+
+    def margin(self, task: Task) -> float:
+        """Returns the least difference of a task's metric that matters: the study's, or the task's own."""
+        return self.spec.margin.get(task.metric, task.margin)
 
     @cached_property
     def rules(self) -> list[str]:

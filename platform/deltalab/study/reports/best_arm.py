@@ -8,6 +8,8 @@ from deltalab.study.answers.answer import Answer, answer
 
 ENDED = ("done", "failed")
 """The states of a study that has ended."""
+_OF_EARLY_RELEASES = "no difference found at this budget"
+"""A verdict that ledgers keep of studies that ended under an early release."""
 
 
 def find_best_arm(result: Answer) -> dict[str, Any] | None:
@@ -49,8 +51,8 @@ def best_arm_text(best: dict[str, Any] | None) -> str:
 
     Examples:
         >>> best = {"arm": "iplr", "mean": 0.9012, "is_base": False, "verdict": "better"}
-        >>> best_arm_text(best), best_arm_text({**best, "verdict": "no difference found at this budget"})
-        ('iplr 0.901, better', 'iplr 0.901, no difference found')
+        >>> best_arm_text(best), best_arm_text({**best, "verdict": "equal or better"})
+        ('iplr 0.901, better', 'iplr 0.901, equal or better')
         >>> best_arm_text({**best, "arm": "base", "is_base": True, "verdict": "base"}), best_arm_text(None)
         ('base 0.901', '')
         >>> best_arm_text({**best, "task": "mqar", "tasks": 2})
@@ -61,7 +63,7 @@ def best_arm_text(best: dict[str, Any] | None) -> str:
     text = f"{best['arm']} {best['mean']:.3f}" + (f" on {best['task']}" if best.get("tasks", 1) > 1 else "")
     if best["is_base"]:
         return text
-    return f"{text}, {'better' if best['verdict'] == 'better' else 'no difference found'}"
+    return f"{text}, {best['verdict'].replace(_OF_EARLY_RELEASES, 'undecided')}"
 
 
 def without_best_arm(rows: list[ListedStudy]) -> list[ListedStudy]:

@@ -121,7 +121,12 @@ COLUMNS: tuple[Column, ...] = (
         "%.3f",
     ),
     Column(
-        "verdict", "verdict", lambda row: row.verdict, lambda row: row.verdict, "answer", help="What the test says."
+        "verdict",
+        "verdict",
+        lambda row: row.verdict,
+        lambda row: row.verdict,
+        "answer",
+        help="What the test says: better, worse or equal by the margin, or what it leaves open.",
     ),
     _in_files("diverged", int),
     _in_files("learned", Share),

@@ -9,7 +9,7 @@ from deltalab.study.reports.columns import Column, Group, columns, headers
 from deltalab.study.reports.lines import caption, failure_lines, title
 from deltalab.study.reports.sentence import sentence, short_verdict
 
-VERDICTS = {"better": ("▲", "#1f6fd6"), "worse": ("▼", "#c25700")}
+VERDICTS = {"better": ("▲", "#1f6fd6"), "worse": ("▼", "#c25700"), "equal": ("■", "#6b7280")}
 """The mark and the colour of a decided verdict, as in the dashboard. Colour-blind readers tell blue from orange."""
 MOST_TABLES = 4
 """How many tables are shown; tasks beyond this number are only named."""

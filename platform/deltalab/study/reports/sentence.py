@@ -10,6 +10,8 @@ from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.answers.wording import format_p
 from deltalab.study.statistics.joint_test import ALPHA, Difference, seeds_needed, smallest_p
 
+DECIDED = ("better", "worse", "equal")
+"""The verdicts that leave nothing open."""
 MOST_SEEDS = 1000
 """An arm that would need more seeds is said to need "over 1,000", since the difference is next to nothing."""
 BEGINNINGS = {
@@ -40,26 +42,30 @@ class Comparison(NamedTuple):
         """Whether the arm is better than the base."""
         return self.row.verdict == "better"
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the arm is better or worse than the base."""
+        return self.row.verdict in ("better", "worse")
+
 
 def short_verdict(row: Row) -> str:
-    """Returns a row's verdict in a word or two.
+    """Returns a row's verdict in a few words, with the seeds that would decide it.
 
-    "undecided" means that there were enough seeds to find a difference, but none was found. "undecidable" means that
-    there are too few seeds to find any difference.
+    "undecidable" means that there are too few seeds to find any difference.
     """
     difference = row.difference
-    if difference is None or not difference.n or difference.decided:
+    if difference is None or not difference.n or row.verdict in DECIDED:
         return row.verdict
     if smallest_p(difference.n) > ALPHA:
         return f"undecidable: needs {_seeds(row.seeds_needed or seeds_needed())}"
-    return f"undecided: needs {_seeds(row.seeds_needed)}" if row.seeds_needed else "undecided: no difference"
+    return f"{row.verdict}: needs {_seeds(row.seeds_needed)}" if row.seeds_needed else f"{row.verdict}: no difference"
 
 
 def verdict_counts(answer: Answer) -> dict[str, int]:
-    """Counts, over all arms and tasks, the comparisons with the base that are better, worse and undecided."""
+    """Counts the comparisons with the base that are better, worse, equal and undecided, over all arms and tasks."""
     compared = _comparisons(answer.tables)
-    verdicts = [row.verdict if difference.decided else "undecided" for _, row, difference in compared]
-    return {verdict: verdicts.count(verdict) for verdict in ("better", "worse", "undecided")}
+    verdicts = [row.verdict if row.verdict in DECIDED else "undecided" for _, row, _ in compared]
+    return {verdict: verdicts.count(verdict) for verdict in (*DECIDED, "undecided")}
 
 
 def sentence(answer: Answer) -> str:
@@ -67,10 +73,17 @@ def sentence(answer: Answer) -> str:
     if answer.stage == "tune":
         return _of_tuning(answer)
     compared = list(_comparisons(answer.tables))
-    decided = [comparison for comparison in compared if comparison.difference.decided]
+    decided = [comparison for comparison in compared if comparison.is_decided]
+    equal = [comparison for comparison in compared if comparison.row.verdict == "equal"]
     if not compared:
         return _of_nothing(answer)
-    text = _of_decided(decided, compared, answer.ladders) if decided else _of_undecided(compared)
+    if decided:
+        text = _of_decided(decided, compared, answer.ladders)
+        text += f"; {_equal(equal)}" if equal else ""
+    else:
+        text = f"no arm is better or worse: {_equal(equal)}" if equal else _of_undecided(compared)
+    if equal and (undecided := len(compared) - len(decided) - len(equal)):
+        text += f"; {undecided} of {len(compared)} comparisons are undecided"
     beginning = BEGINNINGS.get(answer.state, "")
     if not beginning and not decided:
         text = text[0].upper() + text[1:]
@@ -108,6 +121,17 @@ def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: 
     if not better:
         text += "; no arm beats it" if len({comparison.row.arm for comparison in compared}) > 1 else ""
     return text
+
+
+def _equal(equal: list[Comparison]) -> str:
+    """A clause on the arms that equal the base, with the margin of each metric."""
+    margins = {comparison.table.metric: comparison.table.margin for comparison in equal}
+    within = " and ".join(f"{margin:g} {metric}" for metric, margin in margins.items())
+    arms = {comparison.row.arm for comparison in equal}
+    several = len(equal) == len(arms)
+    named = ", ".join(sorted(arms)) if several and len(arms) < 3 else f"{len(arms)} arms"
+    tasks = _tasks([*{comparison.table.task: comparison for comparison in equal}.values()]).replace(" more", "")
+    return f"{named} {'equals' if len(arms) == 1 else 'equal'} the base within {within} on {tasks}"
 
 
 def _of_undecided(compared: list[Comparison]) -> str:

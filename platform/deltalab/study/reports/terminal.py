@@ -10,7 +10,7 @@ from rich.text import Text
 from deltalab.store.trainings import TrainingRow
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
-from deltalab.study.answers.rows import NO_DIFFERENCE, TaskTable
+from deltalab.study.answers.rows import TaskTable
 from deltalab.study.reports.columns import Column, cells, columns, headers
 from deltalab.study.reports.lines import (
     TRAINING_HEADERS,
@@ -27,12 +27,11 @@ from deltalab.study.reports.lines import (
     training_cells,
 )
 
-STYLE = {"better": "green", "worse": "red", "failed": "red", "diverged": "red"}
+STYLE = {"better": "green", "worse": "red", "equal": "cyan", "failed": "red", "diverged": "red"}
 SHORT = 8
 """The most rows of a search's table on a terminal."""
 ONE_TABLE = 120
 """The least width at which a terminal shows the answer and its costs in one table; a narrower one shows two tables."""
-SHORT_VERDICT = "no diff."
 SHORTEST_NAME = 8
 """The least width, in characters, to which a name or a word among the tuned values is folded."""
 
@@ -106,13 +105,11 @@ def _task_grid(table: TaskTable, chosen: Sequence[Column], width: int) -> Table:
     for _ in range(over):
         names = [at for at in names if widths[at] > SHORTEST_NAME]
         widths[max(names or range(len(chosen)), key=widths.__getitem__)] -= 1
-    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), caption_justify="left")
+    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
     for header, size in zip(broken[0], widths, strict=True):
         grid.add_column(Text(header), overflow="fold", min_width=size, max_width=size)
     for row, line in zip(table.rows, broken[1:], strict=True):
         grid.add_row(*map(Text, line), style=STYLE.get(row.verdict, ""))
-    if any(SHORT_VERDICT in line for line in broken):
-        grid.caption = Text(f"{SHORT_VERDICT}: {NO_DIFFERENCE}", style="")
     return grid
 
 
@@ -127,7 +124,7 @@ def _broken(cell: str, column: Column, form: int) -> str:
     if form == 0 or column.group == "name":
         return cell
     if column.key == "verdict":
-        return SHORT_VERDICT if cell == NO_DIFFERENCE else cell.replace(" ", "\n") if form == 3 else cell
+        return cell.replace(" ", "\n") if form == 3 else cell
     if column.bounds_head:
         return cell.replace(" ", "\n") if form == 3 else cell.replace(" [", "\n[")
     cell = cell.replace(", ", ",\n")

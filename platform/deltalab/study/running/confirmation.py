@@ -235,7 +235,7 @@ class ConfirmPhase:
             trained = any(of_arm.values())
             seeds[trials.arm.name] = list(range(1, looks[reached].seeds + 1)) if trained else []
         base = next(trials.arm.name for trials in arms if trials.arm.is_base)
-        return Scores(base, kind.maximize, kind.chance, runs, seeds, failed)
+        return Scores(base, kind.maximize, kind.chance, runs, seeds, failed, self._plan.margin(kind))
 
 
 def _runs(summary: TrialSummary, metric: str) -> dict[int, Run]:

@@ -409,6 +409,7 @@ def provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
                 "maximize": task.maximize,
                 "chance": task.chance,
                 "bounds": task.bounds,
+                "margin": plan.margin(task),
                 "version": task.version,
                 "parameters": asdict(task),
                 "fingerprint": task.fingerprint(),

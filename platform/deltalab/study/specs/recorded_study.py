@@ -30,6 +30,7 @@ class RecordedTask:
         length: The length of a training sequence in tokens; None if the record does not say.
         parameters: The parameters that the task was made with.
         fingerprint: A hash of the task's data; None for a task without data, and in records of early releases.
+        margin: The least difference of the metric that matters; 0 in records of early releases.
     """
 
     name: str
@@ -41,6 +42,7 @@ class RecordedTask:
     length: int | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str | None = None
+    margin: float = 0.0
 
     @property
     def sign(self) -> int:
@@ -167,4 +169,5 @@ def _task(name: str, facts: Mapping[str, Any]) -> RecordedTask:
         None if length is None else int(length),
         parameters,
         facts.get("fingerprint"),
+        facts.get("margin", 0.0),
     )

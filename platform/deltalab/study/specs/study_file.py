@@ -169,6 +169,8 @@ class StudySpec(_Strict):
         scales: A ladder: sizes at which every arm runs, each against the base of its size.
         seeds: How many seeds, or {at_least, at_most}.
         family: The arms that are tested together: those of the whole study, or those of a task.
+        margin: The least difference that matters, by metric: arms that differ by less are equal. 0 makes any difference
+            matter. A metric that is left out has its task's margin.
         resources: What one stack of trials takes.
         deadline: Seconds that a trial may take.
     """
@@ -189,6 +191,7 @@ class StudySpec(_Strict):
         Discriminator(lambda raw: "[looks]" if isinstance(raw, dict | Seeds) else "[number]"),
     ]
     family: Literal["task", "study"] = "study"
+    margin: dict[str, Annotated[Number, Field(ge=0, lt=math.inf)]] = {}
     resources: Resources = Resources()
     deadline: Annotated[Number, Field(gt=0, le=1e9)] | None = None
 

@@ -19,9 +19,13 @@ from its differences, so that all intervals hold together.
 
 With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
 look k may decide a share A_k of all flips, so that all looks together do not exceed the allowed error (Lan and DeMets
-1983). An arm that stopped stays in the family, with its seeds repeated; without it, the other arms would be tested as
-a smaller family. Whether an arm stops for want of prospect depends on the data, and is not part of the exact argument;
-benchmarks/calibration.py measures the error with such stops.
+1983). Intervals hold at each look, whatever made the arm go on. An arm that stopped stays in the family, with its seeds
+repeated; without it, the other arms would be tested as a smaller family. Whether an arm stops for want of prospect
+depends on the data, and is not part of the exact argument; benchmarks/calibration.py measures the error with such
+stops.
+
+With a margin m, the least difference that matters, an arm equals the base if "the difference is m" and "the difference
+is -m" are both rejected by one-sided tests at 5% (Schuirmann 1987), which are tests of |d_js -/+ m| at 10%.
 """
 
 import math
@@ -75,6 +79,8 @@ class Difference:
         high: The upper end of the interval; infinite if so few seeds cannot decide anything.
         p: The p-value of "no difference", for the whole family. p <= 0.05 if and only if the interval leaves out 0.
         n: The number of pairs.
+        margin: The least difference that matters.
+        is_equal: Whether two one-sided tests say that the difference is smaller than the margin.
     """
 
     mean: float
@@ -82,11 +88,18 @@ class Difference:
     high: float
     p: float
     n: int
+    margin: float = 0.0
+    is_equal: bool = False
 
     @property
     def decided(self) -> bool:
         """Whether the interval leaves out 0."""
         return self.low > 0 or self.high < 0
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether the interval lies beyond the margin, on either side."""
+        return self.low > self.margin or self.high < -self.margin
 
 
 @dataclass(frozen=True)
@@ -148,21 +161,24 @@ def seeds_needed(alpha: float = ALPHA) -> int:
     return next(n for n in range(1, 64) if smallest_p(n) <= alpha)
 
 
-def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8) -> int | None:
+def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8, margin: float = 0.0) -> int | None:
     """Estimates how many seeds would decide an arm's difference.
 
-        n = ((z_{1 - alpha / 2m} + z_power) sd / mean)^2 + z_{1 - alpha / 2m}^2 / 2    for m arms
+        n = ((z + z_power) sd / ||mean| - margin|)^2 + z^2 / 2
 
-    This is a t test with Bonferroni's correction. The number is a guide, since the formula takes the mean and the
-    standard deviation of the differences so far for the true ones.
+    This is a t test with Bonferroni's correction: z = z_{1 - alpha / 2m} for m arms if |mean| is beyond the margin, and
+    z_{1 - alpha / m} to find it equal. The number is a guide, since the formula takes the mean and the standard
+    deviation of the differences so far for the true ones.
 
     Args:
         differences: The differences d [n] of one arm, which is not decided so far.
         arms: How many arms are tested together.
         power: The probability that so many seeds decide the difference.
+        margin: The least difference that matters.
 
     Returns:
-        The number of seeds, at least one more than there are; None if the seeds agree on 0 or are fewer than two.
+        The number of seeds, at least one more than there are; None if the mean is the margin or the seeds are fewer
+        than two.
 
     Examples:
         >>> seeds_to_decide([0.1, -0.1, 0.2, 0.0, 0.1, 0.0], arms=1), seeds_to_decide([0.0, 0.0, 0.0], arms=1)
@@ -174,10 +190,11 @@ def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8) -> in
     from scipy import stats
 
     d = np.asarray(differences, dtype=float)
-    if len(d) < 2 or not d.mean():
+    if len(d) < 2 or abs(d.mean()) == margin:
         return None
-    z = float(stats.norm.ppf(1 - ALPHA / (2 * max(arms, 1))))
-    effect = float(d.std(ddof=1) / abs(d.mean()))
+    sides = 2 if abs(d.mean()) > margin else 1
+    z = float(stats.norm.ppf(1 - ALPHA / (sides * max(arms, 1))))
+    effect = float(d.std(ddof=1) / abs(abs(d.mean()) - margin))
     n = math.ceil(((z + float(stats.norm.ppf(power))) * effect) ** 2 + z**2 / 2)
     return max(n, len(d) + 1, seeds_needed())
 
@@ -208,6 +225,7 @@ def follow(
     looks: Sequence[Look],
     units: Sequence[int] | None = None,
     *,
+    margins: Sequence[float] | None = None,
     intervals: bool = True,
 ) -> list[Outcome]:
     """Tests the arms at each look in turn, until an arm that should go on lacks the seeds for the next look.
@@ -217,6 +235,7 @@ def follow(
             which an arm stops are not used.
         looks: The looks.
         units: As in `compare`.
+        margins: The least difference of each arm that matters; None if any difference does.
         intervals: Whether undecided arms get an interval. If not, their intervals are infinite, and the test takes a
             tenth of the time.
 
@@ -224,7 +243,7 @@ def follow(
         The outcome of each arm.
     """
     by_arm = _pairs(differences)
-    family = _Family(by_arm, list(units or [0] * len(by_arm)), intervals)
+    family = _Family(by_arm, list(units or [0] * len(by_arm)), list(margins or [0.0] * len(by_arm)), intervals)
     outcomes = [Outcome(UNKNOWN, None)] * len(by_arm)
     for k, look in enumerate(looks):
         running = [j for j, outcome in enumerate(outcomes) if outcome.stopped is None]
@@ -232,11 +251,11 @@ def follow(
             break
         for j, difference in family.tested(running, looks[: k + 1]).items():
             stopped: Literal["decided", "hopeless", "last"] | None = None
-            if difference.decided:
+            if difference.is_beyond or difference.is_equal:
                 stopped = "decided"
             elif k == len(looks) - 1:
                 stopped = "last"
-            elif _prospect(by_arm[j].head(look.seeds), look.seeds / looks[-1].seeds, len(by_arm)) < HOPELESS:
+            elif _prospect(by_arm[j], look.seeds / looks[-1].seeds, len(by_arm), difference) < HOPELESS:
                 stopped = "hopeless"
             outcomes[j] = Outcome(difference, stopped)
             if stopped:
@@ -244,19 +263,22 @@ def follow(
     return outcomes
 
 
-def _prospect(pairs: Paired, t: float, arms: int) -> float:
+def _prospect(pairs: Paired, t: float, arms: int, difference: Difference) -> float:
     """The conditional power of an arm: the probability that it is decided at the last look if its trend continues.
 
     It is Phi((z / sqrt(t) - z_end) / sqrt(1 - t)), with z the normal quantile of a t test at the share t of the seeds.
+    The test is whether |mean| is beyond the margin, or whether it is within: whichever has the better prospect.
     """
     from scipy.special import ndtr, ndtri, stdtr
 
-    d = pairs.differences
+    d = pairs.head(difference.n).differences
     spread = d.std(ddof=1) if len(d) > 1 else 0.0
+    beyond = abs(d.mean()) - difference.margin
     if not spread:
-        return float(d.any())
-    z = -ndtri(stdtr(len(d) - 1, -math.sqrt(len(d)) * abs(d.mean()) / spread))
-    return float(ndtr((z / math.sqrt(t) + ndtri(ALPHA / (2 * arms))) / math.sqrt(1 - t)))
+        return float(beyond != 0)
+    z = -ndtri(stdtr(len(d) - 1, -math.sqrt(len(d)) * abs(beyond) / spread))
+    sides = 2 if beyond > 0 or not difference.margin else 1
+    return float(ndtr((z / math.sqrt(t) + ndtri(ALPHA / (sides * arms))) / math.sqrt(1 - t)))
 
 
 def _pairs(differences: Sequence[ArrayLike | Paired]) -> list[Paired]:
@@ -271,7 +293,7 @@ def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence
         shifts: The shifts [D].
         looks: The looks so far; the test is that of the last of them.
     """
-    family = _Family(_pairs(differences), [0] * len(differences))
+    family = _Family(_pairs(differences), [0] * len(differences), [0.0] * len(differences))
     return family.p(0, np.asarray(shifts, dtype=float), looks) <= ALPHA
 
 
@@ -300,13 +322,14 @@ class _Family:
     Attributes:
         pairs: The runs of each arm and of the base.
         units: The unit of each arm.
+        margins: The least difference of each arm that matters.
         intervals: Whether undecided arms get an interval.
         stopped: The seeds at which arms stopped, by arm.
         decided: The arms that were found to differ from the base so far.
     """
 
-    def __init__(self, pairs: list[Paired], units: list[int], intervals: bool = True) -> None:
-        self.pairs, self.units, self.intervals = pairs, units, intervals
+    def __init__(self, pairs: list[Paired], units: list[int], margins: list[float], intervals: bool = True) -> None:
+        self.pairs, self.units, self.margins, self.intervals = pairs, units, margins, intervals
         self._kept: dict[tuple[int, ...], _Flipped] = {}
         self._of_arm: dict[tuple[int, ...], tuple[Array, Array]] = {}
         self.stopped: dict[int, int] = {}
@@ -333,8 +356,9 @@ class _Family:
         """The difference of arm j. Its interval is the hull of all values that the test does not reject."""
         d = self.pairs[j].head(looks[-1].seeds).differences
         mean, p = float(d.mean()), float(self.p(j, np.zeros(1), looks)[0])
+        margin, is_equal = self.margins[j], self._is_equal(j, mean, looks)
         if smallest_p(len(d)) > looks[-1].spent or (p > ALPHA and not self.intervals):
-            return Difference(mean, -math.inf, math.inf, p, len(d))
+            return Difference(mean, -math.inf, math.inf, p, len(d), margin, is_equal)
         spread, largest = max(float(d.std()), self._scale(j, len(d))), max(_rms(arm.differences) for arm in self.pairs)
         if spread < _DUST * largest:  # The seeds of a decided arm agree, so that only rounding is left.
             spread = largest
@@ -355,7 +379,14 @@ class _Family:
                 far = float(away[last + 1])
                 away = np.linspace(near, far, 12)
             bounds.append(mean + side * (near if far < math.inf or not spread else math.inf))
-        return Difference(mean, bounds[0], bounds[1], p, len(d))
+        return Difference(mean, bounds[0], bounds[1], p, len(d), margin, is_equal)
+
+    def _is_equal(self, j: int, mean: float, looks: Sequence[Look]) -> bool:
+        """Whether the difference of arm j is smaller than its margin, by two one-sided tests."""
+        margin, twice = self.margins[j], [Look(look.seeds, 2 * look.spent) for look in looks]
+        if abs(mean) >= margin or smallest_p(looks[-1].seeds) > twice[-1].spent:
+            return False
+        return bool((self.p(j, np.array([-margin, margin]), twice) <= ALPHA).all())
 
     def _scale(self, j: int, seeds: int) -> float:
         """The median size of the differences of all arms in arm j's unit."""

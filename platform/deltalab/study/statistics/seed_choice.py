@@ -49,6 +49,7 @@ class Scores:
         runs: The recorded runs of each arm; a run that failed may be absent.
         seeds: The seeds that each arm was to train, in order.
         failed: The candidates whose trials failed, by arm; an arm without failures may be absent.
+        margin: The least difference of the metric that matters.
         results: Arm -> seed -> the weighted mean of its runs' test scores.
     """
 
@@ -58,6 +59,7 @@ class Scores:
     runs: Mapping[str, Runs]
     seeds: Mapping[str, Sequence[int]]
     failed: Mapping[str, Collection[int]] = field(default_factory=dict)
+    margin: float = 0.0
     results: dict[str, dict[int, float]] = field(init=False)
     _worst: dict[tuple[str, int], float] = field(init=False, repr=False, default_factory=dict)
     _kept_weights: dict[str, NDArray[np.float64]] = field(init=False, repr=False, default_factory=dict)
@@ -230,7 +232,8 @@ def outcomes(tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool
     arms = [(unit, arm) for unit, table in enumerate(tables) for arm in table.others]
     pairs = [tables[unit].pairs(arm) for unit, arm in arms]
     by_task: list[dict[str, Outcome]] = [{} for _ in tables]
-    followed = follow(pairs, looks, [unit for unit, _ in arms], intervals=intervals)
+    margins = [tables[unit].margin for unit, _ in arms]
+    followed = follow(pairs, looks, [unit for unit, _ in arms], margins=margins, intervals=intervals)
     for (unit, arm), outcome in zip(arms, followed, strict=True):
         by_task[unit][arm] = outcome
     return by_task
