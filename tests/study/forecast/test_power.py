@@ -22,6 +22,7 @@ from deltalab.study.forecast.power import (
     detectable,
     nearest_spreads,
     seed_correlation,
+    seeds_to_equal,
     shipped,
     spreads,
 )
@@ -29,7 +30,7 @@ from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
-from deltalab.study.statistics.joint_test import compare, one_look, spread_looks
+from deltalab.study.statistics.joint_test import compare, follow, one_look, spread_looks
 from deltalab.study.workers.train_stack import failed
 
 SPLITS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
@@ -79,7 +80,10 @@ def test_an_effect_is_told_in_the_tasks_own_metric() -> None:
     if found.detectable is None:
         assert found.effects == []
         return
-    assert found.effects[0].effect == pytest.approx(0.03 * found.detectable)
+    assert found.effects[0].effect == pytest.approx(0.03 * found.detectable + 0.01), "beyond the margin"
+    tested = len(plan.names) - 1
+    assert found.effects[0].equal_seeds == seeds_to_equal(0.03, 0.01, tested)
+    assert f"equal within 0.01 takes about {found.effects[0].equal_seeds:,} seeds" in printed(found)
     assert "(standard deviation 0.03, given by --sd)" in printed(found)
     assert "is not known: --sd gives one" in printed(bare)
 
@@ -89,6 +93,18 @@ def test_of_many_tasks_without_a_known_spread_three_are_named() -> None:
     arms = [replace(arm, task=f"text.d_model={width}") for width in range(9) for arm in found.arms]
     said = printed(replace(found, arms=arms, effects=[], detectable=1.0))
     assert "on text.d_model=0, text.d_model=1, text.d_model=2, 6 more is not known" in said
+
+
+@pytest.mark.parametrize(("arms", "margin"), [(1, 1.0), (7, 0.8)])
+def test_so_many_seeds_find_equal_arms_equal(arms: int, margin: float) -> None:
+    """The formula is a guide: it knows neither the base that the arms share, nor that few seeds are tested by flips."""
+    seeds, random = seeds_to_equal(1.0, margin, arms), np.random.default_rng(0)
+    equal = 0
+    for _ in range(40):
+        scores = random.normal(size=(1 + arms, seeds))
+        found = follow(list(scores[1:] - scores[0]), one_look(seeds), margins=[margin] * arms, intervals=False)
+        equal += found[0].difference.is_equal
+    assert 0.6 <= equal / 40 <= 1
 
 
 @pytest.mark.slow

@@ -132,6 +132,7 @@ GOLDEN = """\
 - iplr: 2 of 8 seeds did not finish; each counts as the worst outcome of its seed.
 - Seeds that learned, past half way from chance to the best possible: base 8 of 8 [0.63, 1.00], \
 no_d 2 of 8 [0.03, 0.65], odd|b 8 of 8 [0.63, 1.00], iplr 6 of 8 [0.35, 0.97].
+- The median interval reaches 0.025 to either side: a smaller difference can hardly be decided here.
 
 - failed: late, confirm 0 on mqar: RuntimeError: out of memory
 - failed: late, tune 3 on mqar: ValueError: bad [value]

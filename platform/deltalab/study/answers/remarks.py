@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from deltalab.store import TrialRow
@@ -144,6 +145,9 @@ def _about_seeds(rows: list[Row], hopeless: list[str]) -> Iterator[str]:
         yield f"Stopped early, with little prospect of a verdict: {', '.join(hopeless)}."
     if len({row.score.n for row in rows if row.score.n}) > 1:
         yield "Arms have different numbers of seeds: a mean is over an arm's own, a difference over those of both."
+    widths = [row.difference.high - row.difference.low for row in rows if row.difference and row.difference.n]
+    if widths and math.isfinite(half := statistics.median(widths) / 2):
+        yield f"The median interval reaches {half:.2g} to either side: a smaller difference can hardly be decided here."
     unbounded = [
         row.arm for row in rows if row.difference and row.difference.n and not math.isfinite(row.difference.low)
     ]

@@ -19,7 +19,7 @@ from deltalab.errors import InputError
 from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters
 from deltalab.reading import pairs
 from deltalab.store.studies.driver_status import duration
-from deltalab.study.forecast.power import Spread, detectable
+from deltalab.study.forecast.power import Spread, detectable, seeds_to_equal
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
 from deltalab.study.planning.model_costs import CostCounter, ModelCosts, dead_parameters_text
 from deltalab.study.planning.plan import Plan, PlannedArm
@@ -69,7 +69,9 @@ class Effect:
     Attributes:
         task: The task's name in the plan.
         metric: The task's metric.
-        effect: The difference in the metric that the study finds with 80% probability.
+        effect: The difference in the metric that the study finds, beyond the margin, with 80% probability.
+        margin: The least difference that matters.
+        equal_seeds: About how many seeds find arms equal that are alike, with 80% probability; None without a margin.
         sd: The standard deviation of a seed's score.
         source: Where the standard deviation comes from, in words.
     """
@@ -77,6 +79,8 @@ class Effect:
     task: str
     metric: str
     effect: float
+    margin: float
+    equal_seeds: int | None
     sd: float
     source: str
 
@@ -175,11 +179,11 @@ class Estimate:
         if self.looks:
             stops = ", ".join(map(str, self.looks))
             lines.append(f"They are added in looks, after {stops} seeds, and an arm may stop before the last.")
-        lines += [
-            f"On {effect.task} that is {effect.effect:.2g} in {effect.metric} (standard deviation {effect.sd:.2g}, "
-            f"{effect.source})."
-            for effect in self.effects
-        ]
+        for effect in self.effects:
+            found = f"On {effect.task} that is {effect.effect:.2g} in {effect.metric}"
+            lines.append(f"{found} (standard deviation {effect.sd:.2g}, {effect.source}).")
+            if effect.equal_seeds:
+                lines[-1] += f" To find arms equal within {effect.margin:g} takes about {effect.equal_seeds:,} seeds."
         known = {effect.task for effect in self.effects}
         if unknown := [task for task in dict.fromkeys(arm.task for arm in self.arms) if task not in known]:
             shown = unknown if len(unknown) <= 4 else [*unknown[:3], f"{len(unknown) - 3} more"]
@@ -253,8 +257,17 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         smallest_p=smallest_p(seeds),
         detectable=effect,
         effects=[
-            Effect(spread.task, spread.metric, effect * spread.sd, spread.sd, spread.source)
+            Effect(
+                spread.task,
+                spread.metric,
+                effect * spread.sd + margin,
+                margin,
+                seeds_to_equal(spread.sd, margin, tested) if margin else None,
+                spread.sd,
+                spread.source,
+            )
             for spread in spreads
+            for margin in [plan.margin(plan.tasks[spread.task])]
             if effect is not None and math.isfinite(effect)
         ],
         notes=(

@@ -14,7 +14,7 @@ from deltalab.reading import pairs
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.specs.recorded_study import recorded_tasks
-from deltalab.study.statistics.joint_test import ALPHA, Look, rejects, smallest_p
+from deltalab.study.statistics.joint_test import ALPHA, Look, rejects, seeds_needed, smallest_p
 from deltalab.tasks import Task
 
 POWER = 0.8
@@ -113,6 +113,28 @@ def detectable(looks: tuple[Look, ...], arms: int) -> float:
         rejected = np.any([rejects(differences, -effects, looks[:k]) for k in range(1, len(looks) + 1)], axis=0)
         least.append(effects[np.argmax(rejected)] if rejected.any() else math.inf)
     return float(np.quantile(least, POWER))
+
+
+def seeds_to_equal(sd: float, margin: float, arms: int) -> int:
+    """Estimates how many seeds find an arm that does not differ from the base equal, with 80% probability.
+
+        n = 2 ((z_{1 - alpha / m} + z_{(1 + power) / 2}) sd / margin)^2    for m arms
+
+    These are two one-sided t tests with Bonferroni's correction, without the correlation of seeds.
+
+    Args:
+        sd: The standard deviation of a seed's score.
+        margin: The least difference that matters, in the same unit.
+        arms: The arms that are tested together.
+
+    Examples:
+        >>> seeds_to_equal(0.1, 0.1, 1), seeds_to_equal(0.1, 0.1, 7)
+        (18, 28)
+    """
+    from scipy import stats
+
+    z = float(stats.norm.ppf(1 - ALPHA / arms) + stats.norm.ppf((1 + POWER) / 2))
+    return max(seeds_needed(), math.ceil(2 * (z * sd / margin) ** 2))
 
 
 def spreads(store: Store, tasks: Mapping[str, Task]) -> list[Spread]:
