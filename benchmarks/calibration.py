@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import scipy
 from calibration_choices import choices, failures, families
+from calibration_further import further_looks
 from calibration_margins import margins
 from calibration_trends import extrapolation, transfer_tau
 from numpy.typing import NDArray
@@ -538,6 +539,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
         choices,
         failures,
         families,
+        further_looks,
         margins,
         extrapolation,
         transfer_tau,

@@ -134,18 +134,20 @@ def study_plan(
     from deltalab.study.forecast.estimate import estimate
     from deltalab.study.forecast.power import Spread, nearest_spreads, shipped, spreads
     from deltalab.study.planning import warm_starts
+    from deltalab.study.planning.further_looks import as_further_look
     from deltalab.study.planning.make import plan_study
 
     if sd is not None and not math.isfinite(sd):
         raise InputError(f"--sd must be a finite number, not {sd}")
     plan = plan_study(study_file, profile=profile, overrides=settings)
     known_spreads: list[Spread] = []
+    if Store.exists(db):
+        with Store.open(db, create=False) as store:
+            plan = as_further_look(plan, store)
+            known_spreads = spreads(store, plan.tasks)
     if sd is not None:
         known_spreads = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
     else:
-        if Store.exists(db):
-            with Store.open(db, create=False) as store:
-                known_spreads = spreads(store, plan.tasks)
         known = {spread.task for spread in known_spreads}
         steps = {arm.task: arm.config["train"]["steps"] for arm in plan.arms if arm.is_base}
         unknown = {name: task for name, task in plan.tasks.items() if name not in known}

@@ -144,6 +144,8 @@ one-sided tests at 0.05 find the difference smaller than the margin; equal or be
 margin.
 - Costs are those of the tuned candidate: time per trained token, elements of state, parameters.
 - Whole study: if no arm differed from the base, at most 5% of such studies would find a difference.
+- More seeds are a further look at the same arms, which may err in 0.0056 of studies: the numbers of seeds that arms \
+need count with that.
 - A proxy task of this size does not rank every method as training at scale does.
 """
 

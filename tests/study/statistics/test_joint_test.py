@@ -24,6 +24,7 @@ from deltalab.study.statistics.joint_test import (
     smallest_p,
     spread_looks,
 )
+from deltalab.study.statistics.looks import looks_of
 
 Numbers = Sequence[float]
 
@@ -336,6 +337,23 @@ def without_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
         return Difference(float(d.mean()), 1.0 if p <= ALPHA else -1.0, 1.0, p, len(d))
 
     monkeypatch.setattr(joint_test._Family, "_difference", verdict)
+
+
+@pytest.mark.parametrize("arms", [1, 3])
+def test_a_further_look_errs_by_its_own_share_and_no_more(without_intervals: None, arms: int) -> None:
+    looks = looks_of({"after": 6, "at_most": 8})
+    for seed in range(3):
+        share = share_decided(drawn(seed, arms, 8), looks)
+        assert share <= looks[-1].spent == pytest.approx(0.0525)
+        assert share == 6 / 128, "2 of 64 flips at six seeds, and what 128 flips leave"
+
+
+def test_a_further_look_trains_arms_without_a_prospect() -> None:
+    looks = looks_of({"after": 6, "at_most": 8})
+    (outcome,) = follow([[0.1, -0.1, 0.2, -0.2, 0.1, -0.1]], looks)
+    assert outcome.stopped is None
+    (outcome,) = follow([[0.1, -0.1, 0.2, -0.2, 0.1, -0.1]], spread_looks(6, 8))
+    assert outcome.stopped == "hopeless"
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -158,7 +158,12 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
             for trial in trials
             if trial.state == "infeasible"
         ],
-        answer_notes(which, ledger.spec, is_choice=is_choice),
+        answer_notes(
+            which,
+            ledger.spec,
+            is_choice=is_choice,
+            is_open=any(row.seeds_needed for table in tables for row in table.rows),
+        ),
         trainings(store, study),
         climbed,
         _discovery(store, study, arms, trials) if ledger.spec.is_search else None,

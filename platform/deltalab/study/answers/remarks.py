@@ -15,6 +15,7 @@ from deltalab.study.planning.model_costs import UNEVEN, dead_parameters_text
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.specs.setting_text import settings_text
 from deltalab.study.statistics.joint_test import ALPHA, Outcome, smallest_p
+from deltalab.study.statistics.looks import left_error
 from deltalab.study.statistics.seed_choice import Scores
 
 TIMED_WITH = {
@@ -221,13 +222,30 @@ def infeasible_notes(trials: Sequence[TrialRow]) -> Iterator[str]:
             )
 
 
-def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[str]:
+def _about_looks(spec: RecordedSpec, *, is_open: bool) -> Iterator[str]:
+    """Yields what further looks at the same arms cost."""
+    if spec.is_further_look:
+        *earlier, last = spec.looks
+        tested = " and ".join(str(look.seeds) for look in earlier if look.spent >= ALPHA)
+        yield (
+            f"These arms were tested with {tested} seeds before: the test with {last.seeds} is a further look, which "
+            f"decides an arm at p <= {left_error(earlier):.2g} of its own."
+        )
+    if is_open and not spec.is_ladder:
+        yield (
+            "More seeds are a further look at the same arms, which may err in "
+            f"{left_error(spec.looks):.2g} of studies: the numbers of seeds that arms need count with that."
+        )
+
+
+def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool, is_open: bool) -> list[str]:
     """Returns sentences that explain how to read an answer.
 
     Args:
         stage: The stage whose scores the answer compares.
         spec: The study's file.
         is_choice: Whether a seed chooses among several runs.
+        is_open: Whether more seeds would decide an arm.
     """
     if stage == "tune":
         return [
@@ -237,7 +255,8 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
         ]
     family = "the study's" if spec.is_one_family else "a task's"
     families = 1 if spec.is_one_family else max(1, len(spec.tasks))
-    most = 1 - (1 - ALPHA) ** families
+    error = spec.looks[-1].spent
+    most = 1 - (1 - error) ** families
     score = "A seed's score is that on the test split at the last step."
     if is_choice:
         does = "tries every training of its arm" if spec.is_search else "trains every candidate"
@@ -253,7 +272,8 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool) -> list[s
         f"that two one-sided tests at {ALPHA} find the difference smaller than the margin; equal or better, that the "
         "arm is not worse by the margin.",
         "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
-        f"Whole study: if no arm differed from the base, at most {most:.0%} of such studies would find a difference"
-        + (f", {ALPHA:.0%} on each task; family: study keeps {ALPHA:.0%}." if families > 1 else "."),
+        f"Whole study: if no arm differed from the base, at most {100 * most:.3g}% of such studies would find a "
+        "difference" + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
+        *_about_looks(spec, is_open=is_open),
         SMALL,
     ]

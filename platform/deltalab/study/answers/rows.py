@@ -40,7 +40,8 @@ class Row:
         by_seed: The difference to the base for each seed.
         one_setting: The mean test score of the values in `tuned`; None if there was one candidate. These values were
             chosen by the very seeds, so it is somewhat optimistic.
-        seeds_needed: About how many seeds would decide an undecided difference; None if it is decided, or unknown.
+        seeds_needed: About how many seeds would decide an undecided difference, as a further look; None if it is
+            decided, or unknown.
     """
 
     arm: str

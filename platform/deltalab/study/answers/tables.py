@@ -22,6 +22,7 @@ from deltalab.study.statistics.joint_test import (
     seeds_to_decide,
     smallest_p,
 )
+from deltalab.study.statistics.looks import left_error
 from deltalab.study.statistics.pairs import Contrast
 from deltalab.study.statistics.pareto import front
 from deltalab.study.statistics.seed_choice import Scores
@@ -142,7 +143,9 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
     if difference is not None and difference.n:
         by_seed = dict([*scores.by_seed(arm.name).items()][: difference.n])
         if not (difference.is_beyond or difference.is_equal):
-            needed = seeds_to_decide(list(by_seed.values()), len(scores.others), margin=task.margin)
+            needed = seeds_to_decide(
+                list(by_seed.values()), len(scores.others), margin=task.margin, alpha=left_error(ledger.looks)
+            )
     return Row(
         arm=arm.name,
         is_base=arm.is_base,

@@ -18,6 +18,7 @@ from deltalab.study.specs.method_settings import resolve, setting, with_values
 from deltalab.study.specs.search_space import LAYERS, Search, count_combinations
 from deltalab.study.specs.setting_paths import model_part, of_training, training_part
 from deltalab.study.specs.study_file import StudySpec
+from deltalab.study.statistics.joint_test import ALPHA
 from deltalab.study.workers.jobs import Job
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.train import NUMERICS
@@ -85,6 +86,8 @@ class Plan:
         }
         if len(self.spec.looks) > 1:
             computed["looks"] = [look.seeds for look in self.spec.looks]
+        if any(look.spent > ALPHA for look in self.spec.looks):
+            computed["spent"] = [look.spent for look in self.spec.looks]
         if self.spec.family != "task":
             computed["family"] = self.spec.family
         if self.spec.margin:

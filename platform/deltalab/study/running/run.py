@@ -22,6 +22,7 @@ from deltalab.store.database import without_password
 from deltalab.store.models import StudyState
 from deltalab.store.studies.shelf import keep_best
 from deltalab.study.planning import warm_starts
+from deltalab.study.planning.further_looks import as_further_look
 from deltalab.study.planning.make import plan_study
 from deltalab.study.planning.plan import Plan
 from deltalab.study.reports.best_arm import find_best_arm
@@ -191,6 +192,9 @@ def run_study(plan: Plan, settings: RunSettings) -> StudyResult:
         if not settings.unchecked:
             verdict.demand(plan.rules, quiet=settings.quiet)
         with signals.in_order(), Store.open(settings.db, create=not settings.join) as store:
+            plan, planned = as_further_look(plan, store), plan
+            for note in plan.notes[len(planned.notes) :]:
+                _log.warning(f"study '{plan.spec.name}': {note}")
             runs = storage or store.folder / "runs"
             while True:
                 if settings.join:

@@ -10,7 +10,8 @@ from deltalab.study.specs.budget import UNNAMED_SAMPLER, Searching
 from deltalab.study.specs.ladder_sizes import Ladder, task_of
 from deltalab.study.specs.search_space import Search
 from deltalab.study.specs.setting_paths import training_part
-from deltalab.study.statistics.joint_test import Look, one_look, spread_looks
+from deltalab.study.statistics.joint_test import Look
+from deltalab.study.statistics.looks import looks_of
 
 _NOT_SETTINGS = ("trials", "extend", "seeds")
 """Keys of `tune` that name no setting."""
@@ -124,8 +125,12 @@ class RecordedSpec:
     @property
     def looks(self) -> tuple[Look, ...]:
         """The numbers of seeds at which the study looks at its data."""
-        seeds = self.values["seeds"]
-        return spread_looks(**seeds) if isinstance(seeds, Mapping) else one_look(seeds)
+        return looks_of(self.values["seeds"])
+
+    @property
+    def is_further_look(self) -> bool:
+        """Whether the study was tested with fewer seeds before."""
+        return isinstance(self.values["seeds"], Mapping) and "after" in self.values["seeds"]
 
     def task_of(self, label: str) -> str:
         """The name that the file gives a recorded task.

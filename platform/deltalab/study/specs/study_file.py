@@ -16,7 +16,8 @@ from deltalab.study.specs.budget import Bound, Constrain, Match, Searching, Tune
 from deltalab.study.specs.ladder_sizes import Ladder, refuse_both
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
 from deltalab.study.specs.search_space import MOST_TRIALS, STRICT, Number, Search, Whole
-from deltalab.study.statistics.joint_test import Look, one_look, spread_looks
+from deltalab.study.statistics.joint_test import Look
+from deltalab.study.statistics.looks import looks_of
 
 
 class _Strict(BaseModel):
@@ -50,6 +51,41 @@ class Seeds(_Strict):
         if self.at_most <= self.at_least:
             raise ValueError(f"at_most {self.at_most} must be more than at_least {self.at_least}")
         return self
+
+
+class Further(_Strict):
+    """Seeds that are added to those with which the study was tested before. The ledger finds such a test by itself.
+
+    Attributes:
+        after: The seeds of the study that was tested, as its key `seeds` gave them.
+        at_most: Seeds after the further look.
+    """
+
+    after: "SeedsKey"
+    at_most: Annotated[Whole, Field(ge=2, le=1000)]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        tested = self.after if isinstance(self.after, int) else self.after.at_most
+        if self.at_most <= tested:
+            raise ValueError(f"at_most {self.at_most} must be more than the {tested} seeds before")
+        return self
+
+
+def _tag(seeds: Any) -> str:
+    """The kind of a study's key `seeds`."""
+    if isinstance(seeds, Further) or (isinstance(seeds, dict) and "after" in seeds):
+        return "[further]"
+    return "[looks]" if isinstance(seeds, dict | Seeds) else "[number]"
+
+
+SeedsKey = Annotated[
+    Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")]
+    | Annotated[Seeds, Tag("[looks]")]
+    | Annotated[Further, Tag("[further]")],
+    Discriminator(_tag),
+]
+Further.model_rebuild()
 
 
 class Change(_Strict):
@@ -167,7 +203,7 @@ class StudySpec(_Strict):
         tune: Settings to tune, the same candidates for every arm.
         search: A search for architectures, in place of arms.
         scales: A ladder: sizes at which every arm runs, each against the base of its size.
-        seeds: How many seeds, or {at_least, at_most}.
+        seeds: How many seeds, or {at_least, at_most}, or {after, at_most} for more seeds than a test had before.
         family: The arms that are tested together: those of the whole study, or those of a task.
         margin: The least difference that matters, by metric: arms that differ by less are equal. 0 makes any difference
             matter. A metric that is left out has its task's margin.
@@ -186,10 +222,7 @@ class StudySpec(_Strict):
     tune: Tune | None = None
     search: Searching | None = None
     scales: Ladder | None = None
-    seeds: Annotated[
-        Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")] | Annotated[Seeds, Tag("[looks]")],
-        Discriminator(lambda raw: "[looks]" if isinstance(raw, dict | Seeds) else "[number]"),
-    ]
+    seeds: SeedsKey
     family: Literal["task", "study"] = "study"
     margin: dict[str, Annotated[Number, Field(ge=0, lt=math.inf)]] = {}
     resources: Resources = Resources()
@@ -217,7 +250,7 @@ class StudySpec(_Strict):
             return self
         if self.search is not None:
             raise ValueError("scales: a search runs at one size: leave out scales or search")
-        if isinstance(self.seeds, Seeds):
+        if not isinstance(self.seeds, int):
             raise ValueError("scales: all sizes of an arm share their seeds: give seeds a number, not looks")
         for kind, changes in (("arms", self.arms), ("for_task", self.for_task)):
             for name, change in changes.items():
@@ -232,9 +265,7 @@ class StudySpec(_Strict):
     @property
     def looks(self) -> tuple[Look, ...]:
         """When the arms are tested: once, with all seeds, or several times."""
-        if isinstance(self.seeds, Seeds):
-            return spread_looks(self.seeds.at_least, self.seeds.at_most)
-        return one_look(self.seeds)
+        return looks_of(self.seeds if isinstance(self.seeds, int) else self.seeds.model_dump())
 
     @model_validator(mode="before")
     @classmethod
@@ -322,7 +353,7 @@ _SAYS = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
 }
-_NO_KEY = ("str", "dict[str,any]", "[key]", "[number]", "[looks]")
+_NO_KEY = ("str", "dict[str,any]", "[key]", "[number]", "[looks]", "[further]")
 """Entries of pydantic's error paths that are no keys of the file."""
 _KINDS: dict[str, type[BaseModel]] = {
     "base": Method,
@@ -344,7 +375,7 @@ def _first_line(error: ValidationError) -> str:
     key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
         kind = _kind(parts)
-        names = [*kind.model_fields, *(["profiles"] if kind is StudySpec else [])]
+        names = [*kind.model_fields, *{StudySpec: ["profiles"], Seeds: ["after"]}.get(kind, [])]
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
     if first["type"] == "value_error":
         message = first["msg"].removeprefix("Value error, ")

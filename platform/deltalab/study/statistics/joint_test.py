@@ -161,7 +161,9 @@ def seeds_needed(alpha: float = ALPHA) -> int:
     return next(n for n in range(1, 64) if smallest_p(n) <= alpha)
 
 
-def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8, margin: float = 0.0) -> int | None:
+def seeds_to_decide(
+    differences: ArrayLike, arms: int, power: float = 0.8, *, margin: float = 0.0, alpha: float = ALPHA
+) -> int | None:
     """Estimates how many seeds would decide an arm's difference.
 
         n = ((z + z_power) sd / ||mean| - margin|)^2 + z^2 / 2
@@ -175,6 +177,7 @@ def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8, margi
         arms: How many arms are tested together.
         power: The probability that so many seeds decide the difference.
         margin: The least difference that matters.
+        alpha: The error of the test that decides.
 
     Returns:
         The number of seeds, at least one more than there are; None if the mean is the margin or the seeds are fewer
@@ -193,10 +196,10 @@ def seeds_to_decide(differences: ArrayLike, arms: int, power: float = 0.8, margi
     if len(d) < 2 or abs(d.mean()) == margin:
         return None
     sides = 2 if abs(d.mean()) > margin else 1
-    z = float(stats.norm.ppf(1 - ALPHA / (sides * max(arms, 1))))
+    z = float(stats.norm.ppf(1 - alpha / (sides * max(arms, 1))))
     effect = float(d.std(ddof=1) / abs(abs(d.mean()) - margin))
     n = math.ceil(((z + float(stats.norm.ppf(power))) * effect) ** 2 + z**2 / 2)
-    return max(n, len(d) + 1, seeds_needed())
+    return max(n, len(d) + 1, seeds_needed(alpha))
 
 
 def compare(differences: Sequence[ArrayLike | Paired], units: Sequence[int] | None = None) -> list[Difference]:
@@ -255,8 +258,9 @@ def follow(
                 stopped = "decided"
             elif k == len(looks) - 1:
                 stopped = "last"
-            elif _prospect(by_arm[j], look.seeds / looks[-1].seeds, len(by_arm), difference) < HOPELESS:
-                stopped = "hopeless"
+            elif look.spent < ALPHA:  # Whoever looks further, after a test that spent alpha, asks for the seeds.
+                prospect = _prospect(by_arm[j], look.seeds / looks[-1].seeds, len(by_arm), difference)
+                stopped = "hopeless" if prospect < HOPELESS else None
             outcomes[j] = Outcome(difference, stopped)
             if stopped:
                 family.stop(j, look.seeds)

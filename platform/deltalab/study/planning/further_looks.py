@@ -1,0 +1,64 @@
+"""Finds whether a study was tested with fewer seeds before, so that its test is a further look at the same data."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from deltalab.errors import InputError
+from deltalab.store import Store
+from deltalab.study.planning.plan import Plan
+from deltalab.study.specs.study_file import StudySpec
+from deltalab.study.statistics.looks import left_error, looks_of
+
+TESTED = ("done", "failed")
+"""The states of a study whose arms were tested."""
+
+
+def as_further_look(plan: Plan, store: Store) -> Plan:
+    """Returns the plan with its seeds as a further look, if the ledger has tested the same arms with fewer seeds.
+
+    Whoever adds seeds because a test decided nothing looks at the same data twice. The ledger knows the earlier study
+    by what it computes, whatever its name, margin and family are.
+
+    Args:
+        plan: The plan of a study. A ladder stays as it is, since all sizes of an arm need the same seeds.
+        store: The ledger.
+    """
+    if plan.spec.scales or plan.identity in {study.identity for study in store.studies()}:
+        return plan
+    found = max(_further(plan, store), key=_tests, default=None)
+    if found is None:
+        return plan
+    *earlier, last = found.spec.looks
+    note = (
+        f"seeds: the ledger has tested these arms with {earlier[-1].seeds} seeds, so the test with {last.seeds} is a "
+        f"further look, which may err in {left_error(earlier):.2g} of studies"
+    )
+    return replace(found, notes=(*plan.notes, f"{note}."))
+
+
+def _tests(further: Plan) -> tuple[int, int]:
+    """How many tests a further look follows, and the seeds of the last of them."""
+    looks = further.spec.looks
+    return len(looks), looks[-2].seeds
+
+
+def _further(plan: Plan, store: Store) -> Iterator[Plan]:
+    """Yields the plan as a further look at each study in the ledger that it goes on from."""
+    for study in store.studies():
+        earlier = study.spec.get("seeds")
+        if study.state not in TESTED or earlier is None:
+            continue
+        if looks_of(earlier)[-1].seeds >= plan.spec.looks[-1].seeds:
+            continue
+        same = {key: study.spec[key] for key in ("name", "family", "margin") if key in study.spec}
+        try:
+            spec = _with(plan.spec, **same, seeds=earlier)
+        except InputError:  # A name or a family that an early release allowed.
+            continue
+        if replace(plan, spec=spec, profile=study.profile).identity == study.identity:
+            at_most = plan.spec.looks[-1].seeds
+            yield replace(plan, spec=_with(plan.spec, seeds={"after": earlier, "at_most": at_most}))
+
+
+def _with(spec: StudySpec, **changes: object) -> StudySpec:
+    return spec.model_copy(update=vars(StudySpec.model_validate({**spec.model_dump(mode="json"), **changes})))
