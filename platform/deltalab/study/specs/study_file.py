@@ -399,7 +399,17 @@ def _kind(parts: list[str]) -> type[BaseModel]:
     return _KINDS[parts[0]]
 
 
-_LEVELS = {"task": 2, "base": 2, "for_task": 3, "arms": 3, "tune": 1, "search": 1, "scales": 1, "resources": 1}
+_LEVELS = {
+    "task": 2,
+    "base": 2,
+    "for_task": 3,
+    "arms": 3,
+    "tune": 1,
+    "search": 1,
+    "scales": 1,
+    "resources": 1,
+    "margin": 1,
+}
 """How many levels of mappings merge key by key. Deeper mappings, such as gates and ranges, are replaced whole."""
 
 
