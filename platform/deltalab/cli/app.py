@@ -169,8 +169,11 @@ def study_report(
     as_json: AsJson = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="ARM", help="Compare with this arm in place of the base.")
+    ] = None,
 ) -> None:
-    """Compare a study's arms with its base."""
+    """Compare a study's arms with its base, or with another arm."""
     from deltalab.store import Store
     from deltalab.store.studies.driver_status import study_progress
     from deltalab.study.reports.report import report
@@ -179,7 +182,7 @@ def study_report(
         raise InputError("--json, --csv and --markdown: give one of them")
     with Store.open(db, create=False) as store:
         study_row = find_study(store, study_name, profile, settings)
-        comparison = report(store, study_row.id)
+        comparison = report(store, study_row.id, against=against)
         running = study_progress(store, [study_row.id]).get(study_row.id)
     if running:
         print(f"study '{study_row.address}' runs: {running.line}", file=sys.stderr)

@@ -1,15 +1,16 @@
-"""The answer of a study: each arm against the base, with error bars, p-values and costs."""
+"""The answer of a study: each arm against the base or another arm, with error bars, p-values and costs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from deltalab.errors import InputError, unknown
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow, trainings
 from deltalab.study.answers.ladder_trends import TaskLadder, ladders
 from deltalab.study.answers.recorded_scores import RecordedScores
-from deltalab.study.answers.remarks import answer_notes, infeasible_notes
+from deltalab.study.answers.remarks import answer_notes, infeasible_notes, other_reference
 from deltalab.study.answers.rows import TaskTable
 from deltalab.study.answers.tables import comparison_table, tuning_table
 from deltalab.study.planning.tuning_candidates import recorded_trial_name
@@ -84,6 +85,7 @@ class Answer:
         ladders: The ladder of each task, if the study has `scales`.
         search: The findings of the search; None for a study without a search.
         overrides: Settings by key that the user gave in addition to the study's file.
+        against: The arm that the others are compared with in place of the base; None if it is the base.
     """
 
     study: str
@@ -100,9 +102,12 @@ class Answer:
     ladders: list[TaskLadder] = field(default_factory=list)
     search: "Discovery | None" = None
     overrides: dict[str, Any] = field(default_factory=dict)
+    against: str | None = None
 
 
-def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: bool = True) -> Answer:
+def answer(
+    store: Store, study_id: int, *, which: Stage = "confirm", intervals: bool = True, against: str | None = None
+) -> Answer:
     """Finds the answer of a study.
 
     Args:
@@ -113,20 +118,22 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
             optimistic.
         intervals: Whether to compute intervals of undecided arms. False leaves them infinite, and takes a tenth of the
             time.
+        against: The arm to compare the others with in place of the base. The test is the same.
 
     Raises:
-        InputError: There is no such study.
+        InputError: There is no such study or arm, or `against` is given for the stage "tune".
     """
     study = store.study(study_id)
     arms, trials = store.arms(study_id), store.trials(study_id)
+    against = _other_than_base(against, study, arms, which)
     ledger = RecordedScores(store, study, trials)
     climbed: list[TaskLadder] = []
     scores: dict[str, Scores] = {}
     if which == "tune":
         tables = [tuning_table(task, arms, ledger) for task in ledger.tasks.values()]
     else:
-        scores = {name: ledger.scores(task, arms) for name, task in ledger.tasks.items()}
-        compared = _compared(ledger, scores, intervals)
+        scores = {name: ledger.scores(task, arms, against) for name, task in ledger.tasks.items()}
+        compared = _compared(ledger, scores, intervals, afterwards=against is not None)
         climbed = ladders(arms, ledger, scores, compared)
         if study.state not in (
             "done",
@@ -150,7 +157,7 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
         study.id,
         study.state,
         which,
-        _warnings(study),
+        [*_warnings(study, arms, against)],
         tables,
         [_failure(study, trial) for trial in trials if trial.state == "failed"],
         [
@@ -163,34 +170,50 @@ def answer(store: Store, study_id: int, *, which: Stage = "confirm", intervals: 
             ledger.spec,
             is_choice=is_choice,
             is_open=any(row.seeds_needed for table in tables for row in table.rows),
+            against=against,
+            has_metrics=any(table.metrics for table in tables),
         ),
         trainings(store, study),
         climbed,
         _discovery(store, study, arms, trials) if ledger.spec.is_search else None,
         study.overrides,
+        against,
     )
 
 
-def _compared(ledger: RecordedScores, scores: dict[str, Scores], intervals: bool) -> dict[str, dict[str, Outcome]]:
+def _other_than_base(against: str | None, study: Study, arms: Sequence[Arm], which: Stage) -> str | None:
+    """The arm to compare the others with; None if it is the base."""
+    if against is None:
+        return None
+    if which == "tune":
+        raise InputError(f"{study.address}: the stage tune compares no arms, so none with '{against}'")
+    if against not in (names := [arm.name for arm in arms]):
+        raise unknown("arm", against, names, where=study.address)
+    return None if any(arm.is_base for arm in arms if arm.name == against) else against
+
+
+def _compared(
+    ledger: RecordedScores, scores: dict[str, Scores], intervals: bool, *, afterwards: bool
+) -> dict[str, dict[str, Outcome]]:
     """The outcomes of the test: task -> arm -> outcome. All arms of a family are tested together."""
     compared: dict[str, dict[str, Outcome]] = {}
     for family in ledger.spec.families(list(scores)):
-        by_task = outcomes([scores[task] for task in family], ledger.looks, intervals=intervals)
+        tables = [scores[task] for task in family]
+        by_task = outcomes(tables, ledger.looks, intervals=intervals, afterwards=afterwards)
         compared |= dict(zip(family, by_task, strict=True))
     return compared
 
 
-def _warnings(study: Study) -> list[str]:
-    warnings = [
-        f"rule '{rule}': {reason} (the study ran with --unchecked), so its equation may not be what it trains"
-        for rule, reason in study.provenance.get("unchecked", {}).items()
-    ]
+def _warnings(study: Study, arms: Sequence[Arm], against: str | None) -> Iterator[str]:
+    if against is not None:
+        yield other_reference(against, next(arm.name for arm in arms if arm.is_base))
+    for rule, reason in study.provenance.get("unchecked", {}).items():
+        yield f"rule '{rule}': {reason} (the study ran with --unchecked), so its equation may not be what it trains"
     if study.state == "incomplete":
         given_up = study.provenance.get("given_up", [])
-        warnings += given_up[:MOST_GIVEN_UP]
+        yield from given_up[:MOST_GIVEN_UP]
         if len(given_up) > MOST_GIVEN_UP:
-            warnings.append(f"{len(given_up) - MOST_GIVEN_UP} more stacks of trials were given up")
-    return warnings
+            yield f"{len(given_up) - MOST_GIVEN_UP} more stacks of trials were given up"
 
 
 def _failure(study: Study, trial: TrialRow) -> Failure:

@@ -106,15 +106,17 @@ class ArmLadder:
 
     Attributes:
         arm: The name of the arm.
-        verdict: How the difference changes with size, in a word; see `verdict`.
-        differences: The difference to the base at each size; intervals hold jointly over sizes and arms.
-        slope: The change of the difference per tenfold compute; None for the base.
+        verdict: How the difference changes with size, in a word; see `verdict`. The arm that the others are compared
+            with has "base", or "reference" if it is another.
+        differences: The difference to the arm that the others are compared with at each size; intervals hold jointly
+            over sizes and arms.
+        slope: The change of the difference per tenfold compute; None for the arm that the others are compared with.
         fit: The fit of the loss; None with too few sizes.
         predictions: One for each size that the fit left out.
     """
 
     arm: str
-    verdict: Verdict | Literal["base"]
+    verdict: Verdict | Literal["base", "reference"]
     differences: list[Difference]
     slope: Difference | None
     fit: Fit | None
@@ -132,6 +134,7 @@ class TaskLadder:
         sizes: The sizes, the smallest first.
         arms: A line for each arm, in the order of the study.
         notes: Sentences that explain how to read the ladder.
+        reference: What sentences call the arm that the others are compared with.
     """
 
     task: str
@@ -140,6 +143,7 @@ class TaskLadder:
     sizes: list[Size]
     arms: list[ArmLadder]
     notes: list[str]
+    reference: str = "the base"
 
 
 def ladders(
@@ -361,10 +365,11 @@ def _ladder(
                 compute = [(value or 0.0) / rungs.sizes[0].compute for value in by_size]
                 losses[arm] = _Losses(compute, by_seed)
     rows = []
+    own_base = next(arm.name for arm in arms if arm.is_base)
     for name in (arm.name for arm in arms):
         arm_fit = losses[name].fit(left_out) if name in losses and left_out is not None else None
         if name == base:
-            rows.append(ArmLadder(base, "base", [], None, arm_fit, []))
+            rows.append(ArmLadder(base, "base" if base == own_base else "reference", [], None, arm_fit, []))
         elif name in rungs.complete_arms:
             differences = [outcomes[label][name].difference for label in labels]
             slope = trends[task, name]
@@ -374,7 +379,8 @@ def _ladder(
             rows.append(ArmLadder(name, verdict(differences, slope), differences, slope, arm_fit, predictions))
         else:
             notes.append(f"{name} has no results at every size.")
-    return TaskLadder(task, at_smallest.metric, at_smallest.maximize, rungs.sizes, rows, notes)
+    called = "the base" if base == own_base else base
+    return TaskLadder(task, at_smallest.metric, at_smallest.maximize, rungs.sizes, rows, notes, called)
 
 
 @dataclass(frozen=True)

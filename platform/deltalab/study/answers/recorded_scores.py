@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any
 
-from deltalab.store import Arm, Store, Study, TrialRow
+from deltalab.store import Arm, FinalMetric, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_tasks
 from deltalab.study.statistics.seed_choice import Run, Scores
@@ -14,6 +15,8 @@ BACKWARD = 3
 """The operations of a training step, divided by the operations of its forward pass."""
 RECORDED_COSTS = ("flops_per_token", "kv_cache", "conv_cache", "dead_parameters")
 """Costs that are metrics in the ledger. Early releases recorded the first alone."""
+OF_EVERY_TASK = ("output_rms",)
+"""Metrics that training measures beside those of the task."""
 
 
 def scores_by_task(store: Store, study: Study) -> dict[str, Scores]:
@@ -38,15 +41,29 @@ class RecordedScores:
         self.spec = RecordedSpec(study.spec)
         self.tasks = recorded_tasks(study)
         self.looks = self.spec.looks
-        self.finals: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
+        self._store, self._study_id = store, study.id
         metrics = {task.metric for task in self.tasks.values()}
         if self.spec.is_ladder:
             metrics.add("loss")  # ladders fit the loss
         wanted = {*product(("validation", "test"), metrics), *(("cost", cost) for cost in RECORDED_COSTS)}
-        for final in store.final_metrics(study.id, metrics=wanted):
-            if final.run_state == "done":
-                values = self.finals.setdefault(final.trial, {})
-                values.setdefault((final.split, final.metric), {})[final.seed] = final.value
+        self.finals = _by_trial(store.final_metrics(study.id, metrics=wanted))
+        self._read = wanted
+
+    @cached_property
+    def _others(self) -> dict[str, dict[tuple[str, str], dict[int, float]]]:
+        """The metrics on test that `finals` lacks, in the same form. Only a report needs them."""
+        measured = self._store.measured(self._study_id)
+        on_test = {(split, name) for stage, _, split, name in measured if (stage, split) == ("confirm", "test")}
+        return _by_trial(self._store.final_metrics(self._study_id, stage="confirm", metrics=on_test - self._read))
+
+    def other_metrics(self, arm: str, task: RecordedTask) -> dict[str, dict[int, dict[int, float]]]:
+        """Returns an arm's metrics on test besides the compared one: metric -> candidate number -> seed -> value."""
+        found: dict[str, dict[int, dict[int, float]]] = {}
+        for trial in self.of(arm, task.name):
+            for (split, name), values in {**self.finals.get(trial.key, {}), **self._others.get(trial.key, {})}.items():
+                if split == "test" and name not in (task.metric, *OF_EVERY_TASK):
+                    found.setdefault(name, {}).setdefault(trial.number, {}).update(values)
+        return found
 
     def of(self, arm: str, task: str, stage: Stage = "confirm") -> list[TrialRow]:
         """Returns an arm's trials on a task. If a candidate was confirmed twice, the second trial follows the first.
@@ -89,9 +106,15 @@ class RecordedScores:
             return math.nan
         return BACKWARD * float(next(iter(flops.values()))) * float(batch * task.length)
 
-    def scores(self, task: RecordedTask, arms: Sequence[Arm]) -> Scores:
-        """The runs of all arms on a task, with the seeds that each arm was to train."""
-        base = next(arm.name for arm in arms if arm.is_base)
+    def scores(self, task: RecordedTask, arms: Sequence[Arm], against: str | None = None) -> Scores:
+        """The runs of all arms on a task, with the seeds that each arm was to train.
+
+        Args:
+            task: The task at one size.
+            arms: The arms of the study, in order.
+            against: The arm that the others are compared with in place of the base; None for the base.
+        """
+        base = against or next(arm.name for arm in arms if arm.is_base)
         runs, seeds, failed = {}, {}, {}
         for arm in arms:
             trials = self.of(arm.name, task.name)
@@ -117,6 +140,16 @@ def current(trials: Sequence[TrialRow]) -> list[TrialRow]:
         if at not in latest or trial.finished_at > latest[at].finished_at:
             latest[at] = trial
     return [t for t in trials if t.values == latest[t.arm, t.task, t.stage, t.number].values]
+
+
+def _by_trial(finals: Sequence[FinalMetric]) -> dict[str, dict[tuple[str, str], dict[int, float]]]:
+    """The values of runs that finished: trial key -> (split, metric) -> seed -> value."""
+    by_trial: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
+    for final in finals:
+        if final.run_state == "done":
+            values = by_trial.setdefault(final.trial, {})
+            values.setdefault((final.split, final.metric), {})[final.seed] = final.value
+    return by_trial
 
 
 def _at_last_rungs(trials: Sequence[TrialRow], fidelity: Mapping[str, Any]) -> list[TrialRow]:

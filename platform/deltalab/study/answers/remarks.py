@@ -35,25 +35,46 @@ SMALL = "A proxy task of this size does not rank every method as training at sca
 
 def table_warnings(rows: list[Row], task: RecordedTask, ledger: RecordedScores, scores: Scores) -> list[str]:
     """Returns the warnings of a table: sentences that change how the table is to be read."""
-    base = next(row for row in rows if row.is_base)
+    reference = next(row for row in rows if row.is_reference)
     return [
-        *_too_few_seeds(rows),
-        *_lost_candidates(scores),
-        *_base_at_an_end(base, task),
+        *([] if reference.is_base else _unshared(rows, reference, ledger, scores)),
+        *_too_few_seeds(rows, reference),
+        *_lost_candidates(scores, reference),
+        *_at_an_end(reference, task),
         *range_end_notes([sweep(row.arm, task, ledger, scores) for row in rows], ledger.spec),
-        *_uneven(rows, base),
+        *_uneven(rows, reference),
         *_dead(rows),
     ]
 
 
-def _too_few_seeds(rows: list[Row]) -> Iterator[str]:
+def _unshared(rows: list[Row], reference: Row, ledger: RecordedScores, scores: Scores) -> Iterator[str]:
+    """Yields what cannot be compared with another reference than the base, since arms stop for themselves."""
+    if not scores.results[reference.arm]:
+        yield f"No arm is compared with {reference.arm}, which has no score here."
+        return
+    fewer = []
+    for row in rows:
+        shared = len(scores.shared_seeds(row.arm))
+        if row.difference and row.difference.n:
+            if row.difference.n < max(row.score.n, reference.score.n):
+                fewer.append(f"{row.arm} {row.difference.n}")
+        elif row.score.n and shared < ledger.looks[0].seeds:
+            yield (
+                f"{row.arm} is not compared: it shares {shared} seed{'' if shared == 1 else 's'} with {reference.arm}, "
+                f"and the first look takes {ledger.looks[0].seeds}."
+            )
+    if fewer:
+        yield f"Tested on the seeds up to the look that decides, or to the last that both reached: {', '.join(fewer)}."
+
+
+def _too_few_seeds(rows: list[Row], reference: Row) -> Iterator[str]:
     compared = [row for row in rows if row.difference is not None and row.difference.n]
     if any(row.verdict.startswith("undecidable") for row in compared):
         pairs = max(row.difference.n for row in compared if row.difference)
-        yield f"No arm can be told from the base with {pairs} seeds: p is at least {smallest_p(pairs):.3g}."
+        yield f"No arm can be told from {reference.called} with {pairs} seeds: p is at least {smallest_p(pairs):.3g}."
 
 
-def _lost_candidates(scores: Scores) -> Iterator[str]:
+def _lost_candidates(scores: Scores, reference: Row) -> Iterator[str]:
     again = "`platform study run` with --retry-failed runs such trials again"
     for number, arms in scores.lost.items():
         yield f"Candidate {number} counts in no arm, since its trial failed in {', '.join(arms)}: {again}."
@@ -64,36 +85,37 @@ def _lost_candidates(scores: Scores) -> Iterator[str]:
     counts = {arm: len(scores.numbers(arm)) for arm in (scores.base, *scores.others) if scores.trained(arm)}
     for arm, count in counts.items():
         if count != counts[scores.base]:
-            yield f"{arm} chose among {count} candidates and the base among {counts[scores.base]}."
+            yield f"{arm} chose among {count} candidates and {reference.called} among {counts[scores.base]}."
 
 
-def _base_at_an_end(base: Row, task: RecordedTask) -> Iterator[str]:
+def _at_an_end(reference: Row, task: RecordedTask) -> Iterator[str]:
     if task.limit is None:
         return
-    learned = (base.score.mean - task.chance) / (task.limit - task.chance)
+    name = "The base" if reference.is_base else reference.arm
+    learned = (reference.score.mean - task.chance) / (task.limit - task.chance)
     if learned < 0.1:
         yield (
-            f"The base has hardly learned the task (chance {task.chance:.3g}): the differences say how fast "
+            f"{name} has hardly learned the task (chance {task.chance:.3g}): the differences say how fast "
             "learning starts, not how far it gets."
         )
     elif learned > 0.99:
-        yield "The base is at the end of the scale: an arm can be worse, and hardly better."
+        yield f"{name} is at the end of the scale: an arm can be worse, and hardly better."
 
 
-def _uneven(rows: list[Row], base: Row) -> Iterator[str]:
+def _uneven(rows: list[Row], reference: Row) -> Iterator[str]:
     for row in rows:
         sizes = (
-            ("state", row.state_size, base.state_size),
-            ("parameters", row.parameters, base.parameters),
-            ("flops", row.flops_per_token, base.flops_per_token),
+            ("state", row.state_size, reference.state_size),
+            ("parameters", row.parameters, reference.parameters),
+            ("flops", row.flops_per_token, reference.flops_per_token),
         )
         apart = [
-            f"{arm_size / base_size:.2f} times the {quantity}"
-            for quantity, arm_size, base_size in sizes
-            if arm_size and base_size and abs(arm_size / base_size - 1) > UNEVEN
+            f"{arm_size / size:.2f} times the {quantity}"
+            for quantity, arm_size, size in sizes
+            if arm_size and size and abs(arm_size / size - 1) > UNEVEN
         ]
-        if apart and not row.is_base:
-            yield f"{row.arm} has {', '.join(apart)} of the base."
+        if apart and row is not reference:
+            yield f"{row.arm} has {', '.join(apart)} of {reference.called}."
 
 
 def _dead(rows: list[Row]) -> Iterator[str]:
@@ -116,7 +138,7 @@ def table_notes(
         front: The arms on the Pareto front.
         interactions: The interactions of arms in the table.
         trials: All trials that the table rests on.
-        outcomes: The test's outcome for each arm but the base, by the arm's name.
+        outcomes: The test's outcome for each arm but the reference, by the arm's name.
     """
     return [
         *([f"Pareto front of mean, flops per token and state: {', '.join(front)}."] if front else []),
@@ -172,6 +194,7 @@ def _about_states(rows: list[Row]) -> Iterator[str]:
 
 
 def _about_times(rows: list[Row], trials: list[TrialRow]) -> Iterator[str]:
+    reference = next(row for row in rows if row.is_reference)
     timed = [trial.hardware for trial in trials if trial.tokens_per_second]
     shares = [float(hardware["core_share"]) for hardware in timed if "core_share" in hardware]
     if 0 < len(shares) < len(timed):
@@ -181,10 +204,10 @@ def _about_times(rows: list[Row], trials: list[TrialRow]) -> Iterator[str]:
             f"The machine was loaded: trainings had their core for {min(shares):.0%} to {max(shares):.0%} of the time. "
             "us/token counts that time alone."
         )
-    elif not shares and (apart := [*_apart_in_time(rows)]):
+    elif not shares and (apart := [*_apart_in_time(rows, reference)]):
         yield (
-            f"us/token differs at equal flops ({', '.join(apart)} times the base's): the rules may take different "
-            "time, or other work loaded the machine, which the clock on the wall does not tell apart."
+            f"us/token differs at equal flops ({', '.join(apart)} times {reference.called}'s): the rules may take "
+            "different time, or other work loaded the machine, which the clock on the wall does not tell apart."
         )
     differ = [
         name for key, name in TIMED_WITH.items() if len({json.dumps(hardware.get(key)) for hardware in timed}) > 1
@@ -193,16 +216,15 @@ def _about_times(rows: list[Row], trials: list[TrialRow]) -> Iterator[str]:
         yield f"Times are not comparable: the arms differ in {', '.join(differ)}."
 
 
-def _apart_in_time(rows: list[Row]) -> Iterator[str]:
-    """Yields the arms that take another time than the base for the same arithmetic, each with the ratio."""
-    base = next(row for row in rows if row.is_base)
+def _apart_in_time(rows: list[Row], reference: Row) -> Iterator[str]:
+    """Yields the arms that take another time than the reference for the same arithmetic, each with the ratio."""
     for row in rows:
-        if not (row.flops_per_token and base.flops_per_token):
+        if not (row.flops_per_token and reference.flops_per_token):
             continue
-        if not (row.microseconds_per_token and base.microseconds_per_token):
+        if not (row.microseconds_per_token and reference.microseconds_per_token):
             continue
-        times = row.microseconds_per_token / base.microseconds_per_token
-        if abs(row.flops_per_token / base.flops_per_token - 1) <= UNEVEN and max(times, 1 / times) > SLOWER:
+        times = row.microseconds_per_token / reference.microseconds_per_token
+        if abs(row.flops_per_token / reference.flops_per_token - 1) <= UNEVEN and max(times, 1 / times) > SLOWER:
             yield f"{row.arm} {times:.2f}"
 
 
@@ -238,7 +260,18 @@ def _about_looks(spec: RecordedSpec, *, is_open: bool) -> Iterator[str]:
         )
 
 
-def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool, is_open: bool) -> list[str]:
+def other_reference(against: str, base: str) -> str:
+    """Returns the sentence that a comparison with another arm than the base begins with."""
+    return (
+        f"Compared with {against}, while the study was planned against {base}: p-values and intervals hold for one "
+        "such choice of reference, made before looking at results. Another choice is another family of tests, with "
+        f"its own {ALPHA:.0%}."
+    )
+
+
+def answer_notes(
+    stage: Stage, spec: RecordedSpec, *, is_choice: bool, is_open: bool, against: str | None, has_metrics: bool
+) -> list[str]:
     """Returns sentences that explain how to read an answer.
 
     Args:
@@ -246,6 +279,8 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool, is_open: 
         spec: The study's file.
         is_choice: Whether a seed chooses among several runs.
         is_open: Whether more seeds would decide an arm.
+        against: The arm that the others are compared with in place of the base.
+        has_metrics: Whether a table has further metrics.
     """
     if stage == "tune":
         return [
@@ -266,14 +301,22 @@ def answer_notes(stage: Stage, spec: RecordedSpec, *, is_choice: bool, is_open: 
         )
     return [
         f"{score} Means are over seeds, with a 95% t interval.",
-        f"Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over {family}"
-        f" arms and hold jointly.",
+        f"Differences are arm minus {against or 'base'}, paired by seed. Intervals and p are of one exact sign-flip "
+        f"test over {family} arms and hold jointly.",
         "Better and worse mean that the interval lies beyond the margin, or beyond 0 without a margin. Equal means "
         f"that two one-sided tests at {ALPHA} find the difference smaller than the margin; equal or better, that the "
         "arm is not worse by the margin.",
+        *(
+            [
+                "Further metrics are means over the seeds that have them, weighted as the score is, with a 95% t "
+                "interval: no test compares them."
+            ]
+            if has_metrics
+            else []
+        ),
         "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
-        f"Whole study: if no arm differed from the base, at most {100 * most:.3g}% of such studies would find a "
-        "difference" + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
+        f"Whole study: if no arm differed from {against or 'the base'}, at most {100 * most:.3g}% of such studies would "
+        "find a difference" + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
         *_about_looks(spec, is_open=is_open),
         SMALL,
     ]

@@ -15,16 +15,37 @@ SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 
 
 @dataclass(frozen=True)
+class SeedScore:
+    """The result of an arm with one seed.
+
+    Attributes:
+        score: The mean of the seed's test scores, weighted by the arm's other seeds. It is what the test compares.
+        difference: The score minus the reference's, as the test has it; None if the test did not take the seed.
+        candidate: The number of the candidate with the greatest weight; None if the seed's run of it did not finish.
+        values: The values of this candidate.
+        one_setting: The test score of the values in `Row.tuned`; None if no candidate finished all seeds.
+    """
+
+    score: float
+    difference: float | None
+    candidate: int | None
+    values: dict[str, Any]
+    one_setting: float | None
+
+
+@dataclass(frozen=True)
 class Row:
     """The results of one arm on one task.
 
     Attributes:
         arm: The name of the arm.
-        is_base: Whether the arm is the base, which the others are compared with.
-        verdict: What the test says: one of `VERDICTS`, or the reason that the arm is not compared.
+        is_base: Whether the arm is the base of the study.
+        is_reference: Whether the others are compared with the arm. It is the base, unless the reader asked for another.
+        verdict: What the test says: one of `VERDICTS`, or the reason that the arm is not compared, such as "base", or
+            "reference" if the reader asked for another reference than the base.
         score: The mean of the seeds' scores and its 95% interval.
         diverged: The number of runs that diverged.
-        difference: Arm minus base, paired by seed; interval and p hold jointly over the family.
+        difference: Arm minus reference, paired by seed; interval and p hold jointly over the family.
         learned: The share of seeds that learned the task; None if all seeds of the table did.
         seconds: The training time of all trials of the arm.
         microseconds_per_token: The training time of one token.
@@ -37,15 +58,19 @@ class Row:
         tuned: The values that are best on validation over all seeds.
         chose: With how many seeds the values in `tuned` have the greatest weight.
         by_budget: The expected score if only 1, 2, ... of the candidates had been tried.
-        by_seed: The difference to the base for each seed.
+        by_seed: The difference to the reference for each seed.
+        scores: The result of each seed.
         one_setting: The mean test score of the values in `tuned`; None if there was one candidate. These values were
             chosen by the very seeds, so it is somewhat optimistic.
         seeds_needed: About how many seeds would decide an undecided difference, as a further look; None if it is
             decided, or unknown.
+        metrics: Each further metric of the task -> its mean over the seeds that have it, weighted as the scores are,
+            and its 95% interval. No test compares them.
     """
 
     arm: str
     is_base: bool
+    is_reference: bool
     verdict: str
     score: Interval
     diverged: int
@@ -63,8 +88,15 @@ class Row:
     chose: int
     by_budget: list[float]
     by_seed: dict[int, float] = field(default_factory=dict)
+    scores: dict[int, SeedScore] = field(default_factory=dict)
     one_setting: Interval | None = None
     seeds_needed: int | None = None
+    metrics: dict[str, Interval] = field(default_factory=dict)
+
+    @property
+    def called(self) -> str:
+        """What a sentence calls the arm: "the base", or its name."""
+        return "the base" if self.is_base else self.arm
 
     @property
     def recurrent_state(self) -> int | None:
@@ -125,6 +157,16 @@ class TaskTable:
     def sign(self) -> int:
         """1 if more of the metric is better, else -1."""
         return 1 if self.maximize else -1
+
+    @property
+    def reference(self) -> Row:
+        """The row of the arm that the others are compared with."""
+        return next(row for row in self.rows if row.is_reference)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The further metrics that any arm has."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
 
     @property
     def best(self) -> Row | None:

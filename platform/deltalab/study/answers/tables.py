@@ -9,7 +9,7 @@ from typing import Any
 from deltalab.store import Arm, TrialRow
 from deltalab.study.answers.recorded_scores import RECORDED_COSTS, RecordedScores
 from deltalab.study.answers.remarks import table_notes, table_warnings
-from deltalab.study.answers.rows import SPLIT, Interaction, Row, TaskTable
+from deltalab.study.answers.rows import SPLIT, Interaction, Row, SeedScore, TaskTable
 from deltalab.study.specs.recorded_study import RecordedTask
 from deltalab.study.statistics.intervals import Interval, mean_interval, share_learned, within
 from deltalab.study.statistics.joint_test import (
@@ -31,14 +31,14 @@ from deltalab.study.statistics.seed_choice import Scores
 def comparison_table(
     task: RecordedTask, arms: Sequence[Arm], ledger: RecordedScores, scores: Scores, outcomes: Mapping[str, Outcome]
 ) -> TaskTable:
-    """Returns the table of a task on the test split, in which each arm is compared with the base.
+    """Returns the table of a task on the test split, in which each arm is compared with the base of `scores`.
 
     Args:
         task: The task at one size.
         arms: The arms of the study, in order.
         ledger: The study's trials and their metrics.
         scores: The runs of all arms on the task.
-        outcomes: The test's outcome for each arm but the base, by the arm's name.
+        outcomes: The test's outcome for each arm but that base, by the arm's name.
     """
     rows = [_row(arm, task, ledger, scores, outcomes.get(arm.name)) for arm in arms]
     rows = _counted_alike(rows)
@@ -89,6 +89,7 @@ def _tuning_row(arm: Arm, task: RecordedTask, ledger: RecordedScores) -> Row:
     return Row(
         arm=arm.name,
         is_base=arm.is_base,
+        is_reference=arm.is_base,
         verdict="base" if arm.is_base else "not compared" if trials else "not run",
         score=mean_interval(values, task.bounds),
         diverged=_diverged(trials),
@@ -141,7 +142,7 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
     by_seed: dict[int, float] = {}
     needed = None
     if difference is not None and difference.n:
-        by_seed = dict([*scores.by_seed(arm.name).items()][: difference.n])
+        by_seed = scores.by_seed(arm.name, difference.n)
         if not (difference.is_beyond or difference.is_equal):
             needed = seeds_to_decide(
                 list(by_seed.values()), len(scores.others), margin=task.margin, alpha=left_error(ledger.looks)
@@ -149,7 +150,8 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
     return Row(
         arm=arm.name,
         is_base=arm.is_base,
-        verdict=_verdict(arm, trials, difference, bool(results), scores.maximize),
+        is_reference=arm.name == scores.base,
+        verdict=_verdict(arm, trials, difference, bool(results), scores.maximize, arm.name == scores.base),
         score=mean_interval(list(results.values()), task.bounds, sum(number is None for number in choices.values())),
         diverged=_diverged(trials),
         difference=difference,
@@ -159,9 +161,44 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
         chose=sum(number == best for number in choices.values()),
         by_budget=scores.by_budget(arm.name) if len(scores.numbers(arm.name)) > 1 else [],
         by_seed=by_seed,
+        scores=_by_seed(arm.name, scores, choices, by_seed, {trial.number: trial.values for trial in trials}),
         one_setting=_one_setting(scores, arm.name, task.bounds),
         seeds_needed=needed,
+        metrics=_other_metrics(arm.name, task, ledger, scores),
     )
+
+
+def _by_seed(
+    arm: str,
+    scores: Scores,
+    choices: Mapping[int, int | None],
+    differences: Mapping[int, float],
+    values: Mapping[int, dict[str, Any]],
+) -> dict[int, SeedScore]:
+    """The result of each seed of an arm."""
+    alone = dict(zip(scores.trained(arm), scores.one_setting(arm), strict=False))
+    return {
+        seed: SeedScore(
+            score,
+            differences.get(seed),
+            choices[seed],
+            {} if choices[seed] is None else values.get(choices[seed] or 0, {}),
+            alone.get(seed),
+        )
+        for seed, score in scores.results.get(arm, {}).items()
+    }
+
+
+def _other_metrics(arm: str, task: RecordedTask, ledger: RecordedScores, scores: Scores) -> dict[str, Interval]:
+    """The mean of each further metric over the seeds that have it, each under its name."""
+
+    def order(name: str) -> tuple[str, int, str]:
+        return name.partition("@")[0], len(name), name  # The label of a length follows the @.
+
+    other = ledger.other_metrics(arm, task)
+    by_seed = {name: scores.weighed(arm, other[name]) for name in sorted(other, key=order)}
+    known = {name: [value for value in values if math.isfinite(value)] for name, values in by_seed.items()}
+    return {name: mean_interval(values) for name, values in known.items() if values}
 
 
 def _one_setting(scores: Scores, arm: str, bounds: tuple[float, float] | None) -> Interval | None:
@@ -185,13 +222,20 @@ def _bounded(difference: Difference, bounds: tuple[float, float] | None) -> Diff
     return replace(difference, low=low, high=high)
 
 
-def _verdict(arm: Arm, trials: Sequence[TrialRow], difference: Difference | None, trained: bool, maximize: bool) -> str:
+def _verdict(
+    arm: Arm,
+    trials: Sequence[TrialRow],
+    difference: Difference | None,
+    trained: bool,
+    maximize: bool,
+    is_reference: bool,
+) -> str:
     if not trials:
         return "not run"
     if not trained:
         return "failed" if any(trial.state == "failed" for trial in trials) else "not measured"
-    if arm.is_base:
-        return "base"
+    if is_reference:
+        return "base" if arm.is_base else "reference"
     if difference is None or not difference.n:
         return "not compared"
     if difference.is_beyond:
@@ -223,9 +267,10 @@ def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row
 
 
 def _interactions(arms: Sequence[Arm], scores: Scores) -> Iterator[Interaction]:
+    base = next(arm.name for arm in arms if arm.is_base)
     for a, b, both in _factorial(arms):
-        if all(scores.results[arm] for arm in (scores.base, a, b, both)):
-            effects = scores.pairs(both, a), scores.pairs(b)
+        if all(scores.results[arm] for arm in (base, a, b, both)):
+            effects = scores.pairs(both, a), scores.pairs(b, base)
             seeds = min(effect.seeds for effect in effects)
             apart = Contrast(tuple(effect.head(seeds) for effect in effects), weights=(1.0, -1.0))
             yield Interaction(a, b, both, compare([apart])[0])

@@ -19,6 +19,17 @@ def format_interval(interval: Interval | Difference, sign: str = "") -> str:
     return f"{interval.mean:{sign}.3f}{bounds}"
 
 
+def format_metric(interval: Interval) -> str:
+    """Returns a mean of any size and its bounds, each to four digits.
+
+    Examples:
+        >>> format_metric(Interval(0.0012345, 0.001, 0.0014321, 8)), format_metric(Interval(3.5, math.nan, math.nan, 1))
+        ('0.001234 [0.001000, 0.001432]', '3.500')
+    """
+    mean, low, high = (f"{x:#.4g}".rstrip(".") for x in (interval.mean, interval.low, interval.high))
+    return f"{mean} [{low}, {high}]" if math.isfinite(interval.low) else mean
+
+
 def format_p(p: float | None) -> str:
     """Returns a p-value as text; "" if it is not known."""
     if p is None or not math.isfinite(p):

@@ -87,6 +87,7 @@ def _tuned(row: Row) -> str:
 COLUMNS: tuple[Column, ...] = (
     Column("arm", "arm", lambda row: row.arm, lambda row: row.arm, "name"),
     _in_files("is_base", bool),
+    _in_files("is_reference", bool),
     Column("", "seeds", _seeds, _seeds, "answer", help="Seeds that finished, and runs that diverged."),
     Column(
         "score",
@@ -106,7 +107,8 @@ COLUMNS: tuple[Column, ...] = (
         lambda row: format_interval(row.difference, "+") if row.difference else "",
         "answer",
         Difference,
-        "Arm minus base, paired by seed. The 95% interval holds jointly over the arms that are tested together.",
+        "Arm minus base, or minus the reference in its place, paired by seed. "
+        "The 95% interval holds jointly over the arms that are tested together.",
         "%+.4f",
         "interval",
     ),
@@ -162,7 +164,9 @@ COLUMNS: tuple[Column, ...] = (
     _in_files("chose", int),
     _in_files("by_budget", list),
     _in_files("by_seed", dict),
+    _in_files("scores", dict),
     _in_files("seeds_needed", int),
+    _in_files("metrics", dict),
 )
 
 

@@ -13,7 +13,7 @@ from deltalab.errors import unknown
 from deltalab.store.trainings import TrainingRow
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
-from deltalab.study.answers.rows import Row, TaskTable
+from deltalab.study.answers.rows import Row, SeedScore, TaskTable
 from deltalab.study.reports import columns
 from deltalab.study.reports.columns import cells, figures, headers
 from deltalab.study.reports.lines import (
@@ -25,6 +25,9 @@ from deltalab.study.reports.lines import (
     ladder_cells,
     ladder_headers,
     ladder_notes,
+    metrics_caption,
+    metrics_cells,
+    metrics_headers,
     search_lines,
     shown_tables,
     title,
@@ -37,9 +40,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-Part = Literal["arms", "ladders", "trainings"]
-"""A table of a report. "arms" has a line per task and arm; "ladders" has a line per ladder, arm and size; "trainings"
-has a line per training."""
+Part = Literal["arms", "seeds", "metrics", "ladders", "trainings"]
+"""A table of a report. "arms" has a line per task and arm; "seeds" has a line per task, arm and seed; "metrics" has a
+line per task, arm and further metric; "ladders" has a line per ladder, arm and size; "trainings" has a line per
+training."""
+IN_CSV: tuple[Part, ...] = ("arms", "ladders", "trainings")
+"""The tables of a CSV file. Its arms have "seeds" and "metrics" as JSON, so that most reports are a single table."""
 
 DTYPES: dict[Any, str] = {
     int: "Int64",
@@ -61,6 +67,8 @@ def markdown(answer: Answer) -> str:
             "",
             *_list(table.notes),
         ]
+        if table.metrics:
+            lines += [f"#### {metrics_caption(table)}", "", *_table(metrics_headers(table), metrics_cells(table)), ""]
     for ladder in answer.ladders:
         lines += [f"### {ladder_caption(ladder)}", "", *_table(ladder_headers(ladder), ladder_cells(ladder))]
         lines += ["", *_list(ladder_notes(ladder))]
@@ -98,13 +106,15 @@ def as_json(answer: Answer) -> str:
 
 def _plain(value: Any) -> Any:
     """The value for JSON: a dataclass becomes a dict."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def as_csv(answer: Answer) -> str:
     """Returns the parts of a report as CSV tables, with an empty line between tables."""
     parts = []
-    for rows in filter(None, (records(answer, part) for part in get_args(Part))):
+    for rows in filter(None, (records(answer, part) for part in IN_CSV)):
         out = io.StringIO()
         writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -133,6 +143,10 @@ def records(answer: Answer, part: str) -> list[dict[str, Any]]:
     """
     if part == "arms":
         return [_arm_record(table, row) for table in answer.tables for row in table.rows]
+    if part == "seeds":
+        return [record for table in answer.tables for row in table.rows for record in _seed_records(table, row)]
+    if part == "metrics":
+        return [record for table in answer.tables for row in table.rows for record in _metric_records(table, row)]
     if part == "ladders":
         return [record for ladder in answer.ladders for record in _ladder_records(ladder)]
     if part == "trainings":
@@ -151,8 +165,20 @@ def _arm_record(table: TaskTable, row: Row) -> dict[str, Any]:
     return record
 
 
+def _seed_records(table: TaskTable, row: Row) -> Iterator[dict[str, Any]]:
+    for seed, scored in row.scores.items():
+        about = {"task": table.task, "metric": table.metric, "maximize": table.maximize, "split": table.split}
+        yield {**about, "arm": row.arm, "seed": seed, **asdict(scored)}
+
+
+def _metric_records(table: TaskTable, row: Row) -> Iterator[dict[str, Any]]:
+    for name, interval in row.metrics.items():
+        figures_of_it = {key: value for key, value in asdict(interval).items() if key != "missing"}
+        yield {"task": table.task, "split": table.split, "arm": row.arm, "metric": name, **figures_of_it}
+
+
 def _ladder_records(ladder: TaskLadder) -> Iterator[dict[str, Any]]:
-    """Yields a record for each arm but the base at each size. Every record repeats the arm's slope and verdict."""
+    """Yields a record for each arm but the reference at each size. Every record repeats the arm's slope and verdict."""
     for row in ladder.arms:
         if row.slope is not None:
             for size, difference in zip(ladder.sizes, row.differences, strict=True):
@@ -182,9 +208,10 @@ def _training_record(row: TrainingRow) -> dict[str, Any]:
 def _dtypes() -> dict[str, str]:
     """The pandas type of each figure of `records`, by the figure's key."""
     types: dict[str, Any] = {column.key: column.type for column in columns.COLUMNS}
-    for prefix, kind in (("score_", Interval), ("difference_", Difference), ("slope_", Difference), ("", TrainingRow)):
+    kinds = {"score_": Interval, "one_setting_": Interval, "difference_": Difference, "slope_": Difference}
+    for prefix, kind in (*kinds.items(), ("", Interval), ("", SeedScore), ("", TrainingRow)):
         types |= {f"{prefix}{field.name}": field.type for field in fields(kind)}
-    types |= {"maximize": bool, **dict.fromkeys(("compute", "train_loss", "validation_loss"), float)}
+    types |= {"maximize": bool, "seed": int, **dict.fromkeys(("compute", "train_loss", "validation_loss"), float)}
     return {key: DTYPES[kind] for key, kind in types.items() if kind in DTYPES}
 
 

@@ -9,7 +9,7 @@ from deltalab.store.trainings import TrainingRow
 from deltalab.study.answers.answer import Answer, Failure
 from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import TaskTable
-from deltalab.study.answers.wording import format_interval, format_p
+from deltalab.study.answers.wording import format_interval, format_metric, format_p
 from deltalab.study.specs.setting_paths import training_part
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def title(answer: Answer) -> str:
     profile = f"profile {answer.profile}" if answer.profile else "default profile"
     state = answer.state if answer.state in ("done", "failed") else f"{answer.state}: verdicts may change"
     settings = f", with {pairs(answer.overrides)}" if answer.overrides else ""
-    return f"{answer.study}, {profile}{settings}, id {answer.study_id} ({state})"
+    against = f", against {answer.against}" if answer.against else ""
+    return f"{answer.study}, {profile}{settings}{against}, id {answer.study_id} ({state})"
 
 
 def shown_tables(answer: Answer) -> list[TaskTable]:
@@ -67,6 +68,25 @@ def caption(table: TaskTable) -> str:
     )
 
 
+def metrics_caption(table: TaskTable) -> str:
+    """Returns the caption of a table of further metrics in one line."""
+    return f"Further metrics of {table.task} on {table.split}, not tested"
+
+
+def metrics_headers(table: TaskTable) -> list[str]:
+    """Returns the headings of the columns of `metrics_cells`."""
+    return ["arm", *table.metrics]
+
+
+def metrics_cells(table: TaskTable) -> list[list[str]]:
+    """Returns the cells of a table of further metrics: a row for each arm that has any."""
+    return [
+        [row.arm, *(format_metric(row.metrics[name]) if name in row.metrics else "" for name in table.metrics)]
+        for row in table.rows
+        if row.metrics
+    ]
+
+
 def training_cells(row: TrainingRow) -> list[str]:
     """Returns the text of a training in each column of `TRAINING_HEADERS`; "" for a figure that is not known."""
     losses = [f"{row.losses[split]:.4f}" if split in row.losses else "" for split in ("train", "validation")]
@@ -86,7 +106,7 @@ def training_cells(row: TrainingRow) -> list[str]:
 def ladder_caption(ladder: TaskLadder) -> str:
     """Returns the caption of a ladder in one line."""
     direction = "higher" if ladder.maximize else "lower"
-    return f"Ladder of {ladder.task}: differences to the base in {ladder.metric}, {direction} is better"
+    return f"Ladder of {ladder.task}: differences to {ladder.reference} in {ladder.metric}, {direction} is better"
 
 
 def ladder_headers(ladder: TaskLadder) -> list[str]:
@@ -96,7 +116,7 @@ def ladder_headers(ladder: TaskLadder) -> list[str]:
 
 
 def ladder_cells(ladder: TaskLadder) -> list[list[str]]:
-    """Returns the cells of a ladder's table: a row for each arm but the base."""
+    """Returns the cells of a ladder's table: a row for each arm but the one that they are compared with."""
     return [
         [
             row.arm,
@@ -114,8 +134,8 @@ def ladder_notes(ladder: TaskLadder) -> list[str]:
     """Returns sentences on the fits of a ladder and on how to read its table."""
     computes = ", ".join(f"{size.compute:.2g}" for size in ladder.sizes)
     notes = [
-        f"Operations of the base's training, by size: {computes}. The slope is per tenfold of them, tested over all "
-        "arms by flips of whole seeds; intervals of differences hold jointly over sizes and arms.",
+        f"Operations of {ladder.reference}'s training, by size: {computes}. The slope is per tenfold of them, tested "
+        "over all arms by flips of whole seeds; intervals of differences hold jointly over sizes and arms.",
         *ladder.notes,
     ]
     for row in ladder.arms:
@@ -124,7 +144,9 @@ def ladder_notes(ladder: TaskLadder) -> list[str]:
                 f"{value:.3g} [{low:.3g}, {high:.3g}]"
                 for value, low, high in zip((row.fit.a, row.fit.b, row.fit.c), row.fit.low, row.fit.high, strict=True)
             )
-            notes.append(f"{row.arm}: loss = a + b C^-c with a {a}, b {b}, c {c}; C 1 is the base's smallest size.")
+            notes.append(
+                f"{row.arm}: loss = a + b C^-c with a {a}, b {b}, c {c}; C 1 is {ladder.reference}'s smallest size."
+            )
         for prediction in row.predictions:
             notes.append(
                 f"{row.arm} at {prediction.label}, which the fits left out: predicted difference in loss "

@@ -6,7 +6,7 @@ from html import escape
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.reports.columns import Column, Group, columns, headers
-from deltalab.study.reports.lines import caption, failure_lines, title
+from deltalab.study.reports.lines import caption, failure_lines, metrics_caption, metrics_cells, metrics_headers, title
 from deltalab.study.reports.sentence import sentence, short_verdict
 
 VERDICTS = {"better": ("▲", "#1f6fd6"), "worse": ("▼", "#c25700"), "equal": ("■", "#6b7280")}
@@ -54,6 +54,13 @@ def _table(table: TaskTable) -> Iterator[str]:
     for row in table.rows:
         yield f"<tr>{''.join(_cell(row, column) for column in columns(table, *ANSWERING))}</tr>"
     yield "</tbody></table>"
+    if table.metrics:
+        yield f"<p>{escape(metrics_caption(table))}</p>"
+        headings = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in metrics_headers(table))
+        yield f"<table><thead><tr>{headings}</tr></thead><tbody>"
+        for arm, *texts in metrics_cells(table):
+            yield f'<tr><th scope="row">{escape(arm)}</th>{"".join(f"<td>{escape(text)}</td>" for text in texts)}</tr>'
+        yield "</tbody></table>"
 
 
 def _cell(row: Row, column: Column) -> str:

@@ -39,6 +39,9 @@ class Report(Answer):
     def to_csv(self) -> str:
         """Returns the report as CSV, with a line per task and arm. A figure that is not known is an empty field.
 
+        The columns `scores` and `metrics` hold JSON: each seed's score with its difference, its candidate and the score
+        of one setting; and each further metric's mean.
+
         If the study has ladders, a table with a line per arm and size follows after an empty line. If models exported
         from the study were trained, a table with a line per training follows.
         """
@@ -51,7 +54,20 @@ class Report(Answer):
         known. The frame is empty if the report has no such part.
 
         Args:
-            part: "arms" has a line per task and arm, "ladders" one per arm and size, "trainings" one per training.
+            part: "arms" has a line per task and arm, "seeds" one per task, arm and seed, "metrics" one per task, arm
+                and further metric, "ladders" one per arm and size, "trainings" one per training.
+
+        The columns of "seeds":
+
+        - `score`: the mean of the seed's test scores, weighted by the arm's other seeds. This is what is compared.
+        - `difference`: the score minus that of the base, or of the reference in its place, on the seeds that both
+          have. NaN if the test did not take the seed.
+        - `candidate` and `values`: the candidate with the greatest weight. NA if the seed's run of it did not finish.
+        - `one_setting`: the test score of the values that are best on validation over all seeds. NaN if no candidate
+          finished all seeds.
+
+        The columns of "metrics" are the mean of a further metric over the `n` seeds that have it, weighted as the
+        scores are, and its 95% t interval. No test compares them.
 
         Raises:
             InputError: There is no such part.
@@ -59,30 +75,35 @@ class Report(Answer):
         return files.as_frame(self, part)
 
 
-def report(store: Store, study_id: int, *, which: Stage = "confirm") -> Report:
+def report(store: Store, study_id: int, *, which: Stage = "confirm", against: str | None = None) -> Report:
     """Returns the report of a study, with the answer that `deltalab.study.answers.answer.answer` finds.
 
     Args:
         store: The ledger.
         study_id: The id of the study.
         which: The stage whose scores are shown, as in `answer`.
+        against: The arm to compare the others with in place of the base, as in `answer`.
 
     Raises:
-        InputError: There is no such study.
+        InputError: There is no such study or arm, or `against` is given for the stage "tune".
     """
-    return Report(**vars(answer(store, study_id, which=which)))
+    return Report(**vars(answer(store, study_id, which=which, against=against)))
 
 
-def open_report(study: str | int, *, db: str | Path | None = None, profile: str | None = None) -> Report:
+def open_report(
+    study: str | int, *, db: str | Path | None = None, profile: str | None = None, against: str | None = None
+) -> Report:
     """Opens the report of a study that has run or is running. In a notebook, `deltalab.report("quickstart")` shows it.
 
     Args:
         study: NAME, NAME:PROFILE or the id of the study.
         db: A file or the URL of a database; None is ./deltalab.db.
         profile: The profile, if `study` is NAME alone.
+        against: The arm to compare the others with in place of the base. The test is the same. Its p-values hold for
+            one such choice, made before looking at results.
 
     Raises:
-        InputError: There is no such database or study.
+        InputError: There is no such database, study or arm.
     """
     with Store.open(db, create=False) as store:
-        return report(store, store.study(study, profile).id)
+        return report(store, store.study(study, profile).id, against=against)

@@ -25,12 +25,12 @@ BEGINNINGS = {
 
 
 class Comparison(NamedTuple):
-    """The comparison of an arm with the base on one task.
+    """The comparison of an arm with the base, or another reference, on one task.
 
     Attributes:
         table: The table of the task.
         row: The row of the arm.
-        difference: The difference of the arm to the base.
+        difference: The difference of the arm to the reference.
     """
 
     table: TaskTable
@@ -39,12 +39,12 @@ class Comparison(NamedTuple):
 
     @property
     def is_better(self) -> bool:
-        """Whether the arm is better than the base."""
+        """Whether the arm is better than the reference."""
         return self.row.verdict == "better"
 
     @property
     def is_decided(self) -> bool:
-        """Whether the arm is better or worse than the base."""
+        """Whether the arm is better or worse than the reference."""
         return self.row.verdict in ("better", "worse")
 
 
@@ -62,7 +62,7 @@ def short_verdict(row: Row) -> str:
 
 
 def verdict_counts(answer: Answer) -> dict[str, int]:
-    """Counts the comparisons with the base that are better, worse, equal and undecided, over all arms and tasks."""
+    """Counts the comparisons with the reference that are better, worse, equal and undecided, over arms and tasks."""
     compared = _comparisons(answer.tables)
     verdicts = [row.verdict if row.verdict in DECIDED else "undecided" for _, row, _ in compared]
     return {verdict: verdicts.count(verdict) for verdict in (*DECIDED, "undecided")}
@@ -91,7 +91,7 @@ def sentence(answer: Answer) -> str:
 
 
 def _comparisons(tables: Sequence[TaskTable]) -> Iterator[Comparison]:
-    """Yields the comparison of each arm with the base on each task that has one."""
+    """Yields the comparison of each arm with the reference on each task that has one."""
     for table in tables:
         for row in table.rows:
             if row.difference is not None and row.difference.n:
@@ -99,12 +99,12 @@ def _comparisons(tables: Sequence[TaskTable]) -> Iterator[Comparison]:
 
 
 def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: Sequence[TaskLadder]) -> str:
-    """A sentence on the arm that is most clearly better than the base; on the clearest worse arm if none is better."""
+    """A sentence on the arm that is most clearly better than the reference; on the clearest worse arm if none is."""
     better = [comparison for comparison in decided if comparison.is_better]
     table, row, difference = max(better or decided, key=_clarity)
     beats = "beats" if better else "is worse than"
     text = (
-        f"{row.arm} {beats} the base on {table.task} by {_amount(difference.mean)} {table.metric} "
+        f"{row.arm} {beats} {table.reference.called} on {table.task} by {_amount(difference.mean)} {table.metric} "
         f"(p {format_p(difference.p)}, {_seeds(difference.n)})"
     )
     elsewhere = [other for other in decided if other.row.arm == row.arm and other.table.task != table.task]
@@ -124,14 +124,15 @@ def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: 
 
 
 def _equal(equal: list[Comparison]) -> str:
-    """A clause on the arms that equal the base, with the margin of each metric."""
+    """A clause on the arms that equal the reference, with the margin of each metric."""
     margins = {comparison.table.metric: comparison.table.margin for comparison in equal}
     within = " and ".join(f"{margin:g} {metric}" for metric, margin in margins.items())
     arms = {comparison.row.arm for comparison in equal}
     several = len(equal) == len(arms)
     named = ", ".join(sorted(arms)) if several and len(arms) < 3 else f"{len(arms)} arms"
     tasks = _tasks([*{comparison.table.task: comparison for comparison in equal}.values()]).replace(" more", "")
-    return f"{named} {'equals' if len(arms) == 1 else 'equal'} the base within {within} on {tasks}"
+    verb = "equals" if len(arms) == 1 else "equal"
+    return f"{named} {verb} {equal[0].table.reference.called} within {within} on {tasks}"
 
 
 def _of_undecided(compared: list[Comparison]) -> str:
@@ -150,7 +151,7 @@ def _of_undecided(compared: list[Comparison]) -> str:
         return text
     arms = len({comparison.row.arm for comparison in compared})
     text = f"{_seeds(seeds)} tell {'no arm' if arms > 1 else f'no difference between {row.arm} and'}"
-    text += " from the base" if arms > 1 else " the base"
+    text += f" {'from ' if arms > 1 else ''}{table.reference.called}"
     if not needed:
         return f"nothing is decided: {text}" if difference.mean else f"nothing is decided: {text}, whose scores agree"
     nearest = f"{row.arm} on {table.task} ({difference.mean:+.3g} {table.metric}, p {format_p(difference.p)})"
@@ -174,9 +175,10 @@ def _of_nothing(answer: Answer) -> str:
         table, row = measured[0]
         scored = f"{row.score.mean:.3g} {table.metric} on {table.task}"
         return f"Nothing to compare: the study has only its base, with {scored}."
+    reference = answer.against or "the base"
     reasons = {
-        "done": "The study is done, and no arm could be compared with the base.",
-        "failed": "The study failed before any arm could be compared with the base.",
+        "done": f"The study is done, and no arm could be compared with {reference}.",
+        "failed": f"The study failed before any arm could be compared with {reference}.",
         "incomplete": "Incomplete: run the study again, which tries its lost trials again; no arm is compared yet.",
         "interrupted": "Interrupted before any arm could be compared: run the study again, and it goes on.",
     }
@@ -186,7 +188,7 @@ def _of_nothing(answer: Answer) -> str:
 
 
 def _trend(ladders: Sequence[TaskLadder], arm: str) -> str:
-    """A clause on how an arm's difference to the base changes with size."""
+    """A clause on how an arm's difference to the reference changes with size."""
     verdicts = {row.verdict for ladder in ladders for row in ladder.arms if row.arm == arm}
     trend = verdicts.pop() if len(verdicts) == 1 else "not decidable"
     return "" if trend == "not decidable" else f"; with size, the difference {trend}"

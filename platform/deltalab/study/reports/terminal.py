@@ -21,6 +21,9 @@ from deltalab.study.reports.lines import (
     ladder_cells,
     ladder_headers,
     ladder_notes,
+    metrics_caption,
+    metrics_cells,
+    metrics_headers,
     search_lines,
     shown_tables,
     title,
@@ -50,6 +53,9 @@ def drawn(answer: Answer, width: int) -> Iterator[RenderableType]:
         yield from _warnings(table.warnings)
         yield from _task_grids(table, width)
         yield from _notes(table.notes)
+        if table.metrics:
+            yield Text(f"\n{metrics_caption(table)}")
+            yield from _metric_grids(table, width)
     for ladder in answer.ladders:
         yield Text(f"\n{ladder_caption(ladder)}")
         yield _ladder_grid(ladder, width >= ONE_TABLE)
@@ -131,6 +137,27 @@ def _broken(cell: str, column: Column, form: int) -> str:
     if column.group == "tuned":
         return cell.replace("=", "=\n") if form > 1 else cell
     return cell.replace("/", "/\n")
+
+
+def _metric_grids(table: TaskTable, width: int) -> Iterator[RenderableType]:
+    """Yields the further metrics of a table, below one another in as few tables as the width allows."""
+    (_, *names), lines = metrics_headers(table), metrics_cells(table)
+    longest = max(len(arm) for arm, *_ in lines)
+    widths = [max(len(name), *(len(line[at]) for line in lines)) for at, name in enumerate(names, 1)]
+    at = 0
+    while at < len(names):
+        left = width - min(longest, max(SHORTEST_NAME, width - widths[at] - 2))
+        end = at + 1
+        while end < len(names) and sum(widths[at : end + 1]) + 2 * (end + 1 - at) <= left:
+            end += 1
+        grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        grid.add_column(Text("arm"), overflow="fold", min_width=min(longest, SHORTEST_NAME))
+        for name in names[at:end]:
+            grid.add_column(Text(name), overflow="fold")
+        for arm, *cells_of_arm in lines:
+            grid.add_row(*map(Text, (arm, *cells_of_arm[at:end])))
+        yield grid
+        at = end
 
 
 def _grid() -> Table:

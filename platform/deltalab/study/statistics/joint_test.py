@@ -230,6 +230,7 @@ def follow(
     *,
     margins: Sequence[float] | None = None,
     intervals: bool = True,
+    afterwards: bool = False,
 ) -> list[Outcome]:
     """Tests the arms at each look in turn, until an arm that should go on lacks the seeds for the next look.
 
@@ -241,6 +242,9 @@ def follow(
         margins: The least difference of each arm that matters; None if any difference does.
         intervals: Whether undecided arms get an interval. If not, their intervals are infinite, and the test takes a
             tenth of the time.
+        afterwards: Whether another comparison said when arms stop, and all arms have the seeds of the first look. Then
+            no arm stops for want of prospect, which would save no seeds. An arm that lacks the seeds for a look keeps
+            its outcome, and the others go on.
 
     Returns:
         The outcome of each arm.
@@ -249,7 +253,11 @@ def follow(
     family = _Family(by_arm, list(units or [0] * len(by_arm)), list(margins or [0.0] * len(by_arm)), intervals)
     outcomes = [Outcome(UNKNOWN, None)] * len(by_arm)
     for k, look in enumerate(looks):
-        running = [j for j, outcome in enumerate(outcomes) if outcome.stopped is None]
+        running = [j for j in range(len(by_arm)) if j not in family.stopped]
+        if afterwards:
+            for j in [j for j in running if by_arm[j].seeds < look.seeds]:
+                family.stop(j, looks[k - 1].seeds)
+                running.remove(j)
         if not running or any(by_arm[j].seeds < look.seeds for j in running) or not look.seeds:
             break
         for j, difference in family.tested(running, looks[: k + 1]).items():
@@ -258,7 +266,7 @@ def follow(
                 stopped = "decided"
             elif k == len(looks) - 1:
                 stopped = "last"
-            elif look.spent < ALPHA:  # Whoever looks further, after a test that spent alpha, asks for the seeds.
+            elif look.spent < ALPHA and not afterwards:  # A look after a test that spent alpha asks for the seeds.
                 prospect = _prospect(by_arm[j], look.seeds / looks[-1].seeds, len(by_arm), difference)
                 stopped = "hopeless" if prospect < HOPELESS else None
             outcomes[j] = Outcome(difference, stopped)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import Look, Outcome, follow
+from deltalab.study.statistics.joint_test import UNKNOWN, Look, Outcome, follow
 from deltalab.study.statistics.pairs import Pairs
 
 SUBSETS = 64
@@ -43,7 +43,7 @@ class Scores:
     """The runs of all arms on one task.
 
     Attributes:
-        base: The name of the base.
+        base: The name of the base, or of the arm that the others are compared with in its place.
         maximize: Whether more of the metric is better.
         chance: The metric of a model that has learned nothing.
         runs: The recorded runs of each arm; a run that failed may be absent.
@@ -116,6 +116,26 @@ class Scores:
         run = self.runs[arm][number].get(seed)
         return run if run and math.isfinite(run.validation) and math.isfinite(run.test) else None
 
+    def weighed(self, arm: str, figures: Mapping[int, Mapping[int, float]]) -> list[float]:
+        """Returns the mean of another figure of a seed's runs for each seed of an arm, weighted as its result is.
+
+        Runs without the figure are left out. A seed whose runs of any weight all lack it has NaN.
+
+        Args:
+            arm: The name of the arm.
+            figures: Candidate number -> seed -> figure.
+        """
+        seeds, numbers = self.trained(arm), self.numbers(arm)
+        if not seeds:
+            return []
+        values = np.array([[figures.get(number, {}).get(seed, math.nan) for number in numbers] for seed in seeds])
+        known = np.isfinite(values)
+        weights = np.where(known, self._weights(arm), 0.0)
+        total = weights.sum(1)
+        sums = (weights * np.where(known, values, 0.0)).sum(1)
+        means: list[float] = np.divide(sums, total, out=np.full(len(seeds), math.nan), where=total > 0).tolist()
+        return means
+
     def choice(self, arm: str, seed: int) -> int | None:
         """Returns the candidate with the greatest weight for a seed; None if the seed's run of it did not finish."""
         seeds, numbers = self.trained(arm), self.numbers(arm)
@@ -151,20 +171,25 @@ class Scores:
         candidates = max(of_arm.candidates, of_base.candidates)
         return Pairs(of_arm.widened(candidates), of_base.widened(candidates))
 
-    def shared_seeds(self, arm: str, base: str) -> list[int]:
-        """Returns the seeds of two arms, in order."""
-        return [seed for seed in self.results[arm] if seed in self.results[base]]
+    def shared_seeds(self, arm: str, base: str | None = None) -> list[int]:
+        """Returns the seeds of an arm and of the base, or of another arm in its place, in order."""
+        return [seed for seed in self.results[arm] if seed in self.results[base or self.base]]
 
     def differences(self, arm: str) -> list[float]:
         """Returns the arm's results minus the base's, in the order of seeds. A difference by rounding alone is 0."""
         return list(self.by_seed(arm).values())
 
-    def by_seed(self, arm: str) -> dict[int, float]:
+    def by_seed(self, arm: str, first: int | None = None) -> dict[int, float]:
         """Returns the arm's results minus the base's, by seed. A difference by rounding alone is 0.
 
         Both choose by the seeds that they share, and not by further seeds of one of them.
+
+        Args:
+            arm: The name of the arm.
+            first: How many of the shared seeds to take; None takes all.
         """
-        return dict(zip(self.shared_seeds(arm, self.base), self.pairs(arm).differences.tolist(), strict=True))
+        seeds = self.shared_seeds(arm)[:first]
+        return dict(zip(seeds, self.pairs(arm).head(len(seeds)).differences.tolist(), strict=True))
 
     def best(self, arm: str) -> int | None:
         """Returns the candidate with the best mean validation score; None if no candidate finished all seeds."""
@@ -218,22 +243,27 @@ def _drawn(columns: Sequence[int], size: int, draw: Random) -> Iterator[list[int
     return (draw.sample(columns, size) for _ in range(SUBSETS))
 
 
-def outcomes(tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool = True) -> list[dict[str, Outcome]]:
+def outcomes(
+    tables: Sequence[Scores], looks: Sequence[Look], *, intervals: bool = True, afterwards: bool = False
+) -> list[dict[str, Outcome]]:
     """Tests all arms of several tasks as one family.
 
     Args:
         tables: The scores on each task.
         looks: The looks of the study.
         intervals: As in `joint_test.follow`.
+        afterwards: As in `joint_test.follow`. Arms with too few seeds for the first look are not tested.
 
     Returns:
         For each task, the outcome of each arm but the base.
     """
+    by_task: list[dict[str, Outcome]] = [{arm: Outcome(UNKNOWN, None) for arm in table.others} for table in tables]
     arms = [(unit, arm) for unit, table in enumerate(tables) for arm in table.others]
+    if afterwards:
+        arms = [(unit, arm) for unit, arm in arms if len(tables[unit].shared_seeds(arm)) >= looks[0].seeds]
     pairs = [tables[unit].pairs(arm) for unit, arm in arms]
-    by_task: list[dict[str, Outcome]] = [{} for _ in tables]
-    margins = [tables[unit].margin for unit, _ in arms]
-    followed = follow(pairs, looks, [unit for unit, _ in arms], margins=margins, intervals=intervals)
+    units, margins = [unit for unit, _ in arms], [tables[unit].margin for unit, _ in arms]
+    followed = follow(pairs, looks, units, margins=margins, intervals=intervals, afterwards=afterwards)
     for (unit, arm), outcome in zip(arms, followed, strict=True):
         by_task[unit][arm] = outcome
     return by_task
