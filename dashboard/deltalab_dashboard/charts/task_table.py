@@ -10,11 +10,11 @@ import streamlit as st
 
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.reports.columns import Column, columns
-from deltalab.study.reports.lines import caption
+from deltalab.study.reports.lines import caption, metrics_caption, metrics_cells, metrics_headers
 from deltalab.study.reports.sentence import short_verdict
+from deltalab_dashboard import downloads
 from deltalab_dashboard.charts.arms_by_tasks import arrow
 from deltalab_dashboard.colors import BASE, COLORS, MARKS, SHAPES, kind
-from deltalab_dashboard.downloads import chart, sortable
 from deltalab_dashboard.text import bullets, plain
 
 ORDERS = ("as in the study", "by score", "by difference", "by p")
@@ -41,7 +41,7 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
     table = replace(table, rows=sorted_rows(table, order))
     frame, columns = typed_table(table, costs)
     best = table.best
-    sortable(
+    downloads.sortable(
         frame.style.apply(
             lambda row: ["font-weight: bold" if best and row["arm"] == best.arm else ""] * len(row), axis=1
         ),
@@ -58,7 +58,7 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
             f"{row.arm} {row.difference:+.3g} [{row.low:+.3g}, {row.high:+.3g}], {row.said}"
             for row in rows.itertuples()
         )
-        chart(
+        downloads.chart(
             forest(table, rows, seeds),
             f"{study} {table.task} differences",
             rows=seeds.merge(rows, on="arm", suffixes=("", "_mean")) if len(seeds) else rows,
@@ -67,6 +67,11 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
         )
     if table.warnings:
         st.warning(bullets(table.warnings), icon=":material/warning:")
+    if table.metrics:
+        with st.expander(plain(metrics_caption(table))):
+            names = metrics_headers(table)
+            rows_of_text = [dict(zip(names, line, strict=True)) for line in metrics_cells(table)]
+            downloads.table(rows_of_text, f"{study} {table.task} further metrics")
     if table.notes:
         with st.expander(plain(f"Notes on {table.task}")):
             st.markdown(bullets(table.notes))

@@ -1,7 +1,7 @@
 """The page Compare: the settings in which two studies or two arms differ, their verdicts, and their curves."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import altair as alt
 import pandas as pd
@@ -12,6 +12,7 @@ from deltalab.store import Store, Study
 from deltalab.store.studies import shelf
 from deltalab.store.studies.shelf import ListedStudy
 from deltalab.study.answers.rows import Row, TaskTable
+from deltalab.study.answers.wording import format_metric
 from deltalab.study.reports.columns import cells, columns, headers
 from deltalab.study.reports.report import Report
 from deltalab.study.reports.study_diff import SettingDiff, Side, StudyDiff, arm_diff, side_of_study, study_diff
@@ -36,7 +37,7 @@ class Choice:
     Attributes:
         study: The study.
         side: The settings of the study, and facts such as its label.
-        report: The study's report.
+        report: The study's report. Of two arms of one study, it compares all arms with that on the left.
         arm: The arm that is compared. None if the whole study is compared.
     """
 
@@ -83,6 +84,9 @@ def page(store: Store) -> None:
     if (left.study.id, left.arm) == (right.study.id, right.arm):
         st.info("Both are the same: choose another study or another arm.")
         return
+    if left.arm and left.study.id == right.study.id:
+        both = cache.report_of(store, left.study, against=left.arm)
+        left, right = replace(left, report=both), replace(right, report=both)
     diff = study_diff(left.side, right.side)
     identity(diff, left, right)
     settings(diff, left, right)
@@ -181,6 +185,9 @@ def verdicts(tasks: Sequence[str], left: Choice, right: Choice) -> None:
         st.caption(
             "Each verdict is against the base of its own study. The two studies are not tested against each other."
         )
+    elif left.arm:
+        planned = left.report.warnings[:1] if left.report.against else []
+        st.caption(plain(" ".join([f"Differences, p and verdicts are against {left.arm}.", *planned])))
     for task in tasks:
         name = f"{left.study.name} {right.study.name} {task} verdicts"
         side_by_side = figure_rows if left.arm and right.arm else arm_rows
@@ -195,7 +202,9 @@ def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, st
         assert choice.arm is not None
         row = choice.row(task, choice.arm)
         table = choice.table(task)
-        both.append(dict(zip(headers(table), cells(row, columns(table)), strict=True)) if row else {})
+        figures = dict(zip(headers(table), cells(row, columns(table)), strict=True)) if row else {}
+        more = {f"{name} (not tested)": format_metric(mean) for name, mean in row.metrics.items()} if row else {}
+        both.append(figures | more)
     for name in dict.fromkeys([*both[0], *both[1]]):
         if name != "arm" and any(figures.get(name) for figures in both):
             yield {"figure": name, left.name: both[0].get(name, ""), right.name: both[1].get(name, "")}
