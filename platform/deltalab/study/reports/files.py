@@ -33,7 +33,7 @@ from deltalab.study.reports.lines import (
     title,
     training_cells,
 )
-from deltalab.study.statistics.intervals import Interval
+from deltalab.study.statistics.intervals import Interval, mean_interval
 from deltalab.study.statistics.joint_test import UNKNOWN, Difference
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ def _arm_record(table: TaskTable, row: Row) -> dict[str, Any]:
     for column in columns.COLUMNS:
         value = column.value(row)
         if column.type in (Interval, Difference):
-            record |= {f"{column.key}_{name}": part for name, part in asdict(value or UNKNOWN).items()}
+            unknown_figures = UNKNOWN if column.type is Difference else mean_interval([])
+            record |= {f"{column.key}_{name}": part for name, part in asdict(value or unknown_figures).items()}
         elif column.key:
             record[column.key] = _plain(value)
     return record
