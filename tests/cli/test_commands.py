@@ -151,6 +151,10 @@ def test_run_list_and_report(platform: Platform, here: Path) -> None:
     means = {row["arm"]: row["score"]["mean"] for row in whole["tables"][0]["rows"]}
     assert {row["arm"]: float(row["score_mean"]) for row in table} == pytest.approx(means)
     assert "| without_d |" in platform("study", "report", "tiny", "--profile", "longer", "--markdown").out
+    other = platform("study", "report", "tiny", "--against", "without_d")
+    assert (other.code, "against without_d, id" in other.out) == (0, True)
+    same = [platform("study", "report", "tiny", "--json", *words).out for words in ((), ("--against", "base"))]
+    assert same[0] == same[1]
 
 
 def test_plan_runs_nothing(platform: Platform, here: Path) -> None:
@@ -383,6 +387,10 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
     ("study report tiny --profile x", ("unknown study 'tiny:x'", "allowed: tiny")),
     ("study report tiny:x", ("unknown study 'tiny:x'", "allowed: tiny")),
     ("study report nope.yaml", ("nope.yaml: no such study",)),
+    (
+        "study report tiny --against witout_d",
+        ("tiny: unknown arm 'witout_d'; did you mean 'without_d'? allowed: base",),
+    ),
     ("export tiny out --arm without_b", ("unknown arm 'without_b'; did you mean 'without_d'?",)),
     ("export tiny out", ("say which arm: --arm NAME, of base, without_d; or --best",)),
     ("export tiny out --arm base --best", ("--arm base and --best: give one of them",)),

@@ -1,7 +1,7 @@
 """The list of studies, two studies side by side, and what an address asks for that a page does not have."""
 
 import pytest
-from tests.support.ledgers import begin, open_page, texts
+from tests.support.ledgers import begin, cells, open_page, texts
 
 from deltalab.store import Store
 from deltalab.store.studies import shelf
@@ -46,6 +46,18 @@ def test_two_arms_of_a_study_have_overlaid_curves(store: Store, ablation: int) -
     app = open_page("compare.py", study="1 ablation", what="arms", left_arm="base", right_arm="no_*d*")
     assert len(app.get("vega_lite_chart")) == 1
     assert "base of ablation (id 1)" in str(list(app.table[0].value.columns)).replace("\\", "")
+
+
+def test_two_arms_of_a_study_are_tested_against_each_other(store: Store, ablation: int) -> None:
+    app = open_page("compare.py", study="1 ablation", what="arms", left_arm="no_*d*", right_arm="base")
+    figures = dict(zip(*list(cells(app.table[0].value).values())[::2], strict=True))
+    assert figures["difference"].startswith("+0.400 [")
+    assert figures["verdict"] == "better"
+    said = texts(app)
+    assert "Differences, p and verdicts are against no_*d*. Compared with no_*d*, while the study was planned" in said
+    plain = open_page("compare.py", study="1 ablation", what="arms", left_arm="base", right_arm="no_*d*")
+    assert "Differences, p and verdicts are against base." in texts(plain)
+    assert "while the study was planned" not in texts(plain)
 
 
 @pytest.mark.slow(keep="tsak")

@@ -142,6 +142,7 @@ def recorded(
     sizes: int = 4,
     without: tuple[str, int] | None = None,
     seeds_of: Mapping[str, Sequence[int]] = {},
+    against: str | None = None,
     **scales: Any,
 ) -> Report:
     spec = {
@@ -177,7 +178,7 @@ def recorded(
             )  # fmt: skip
             store.record_trial(study, arm, record, 0, {})
     store.finish_study(study, "done")
-    return report(store, study)
+    return report(store, study, against=against)
 
 
 def arm(found: Report, name: str) -> ArmLadder:
@@ -198,6 +199,23 @@ def test_each_arm_gets_its_verdict(store: Store) -> None:
     for size, table in enumerate(found.tables):
         rows = {row.arm: row.difference for row in table.rows}
         assert all(row.differences[size] == rows[row.arm] for row in ladder.arms if row.arm != "base")
+
+
+def test_a_ladder_against_another_arm_names_it(store: Store) -> None:
+    found = recorded(store, against="steady")
+    (ladder,) = found.ladders
+    verdicts = {row.arm: row.verdict for row in ladder.arms}
+    assert (verdicts["steady"], verdicts["base"]) == ("reference", "holds")
+    for size, difference in enumerate(arm(found, "base").differences):
+        apart = losses("base", size) - losses("steady", size)
+        assert difference.mean == pytest.approx(float(apart.mean()) / math.log(2))
+    (prediction,) = arm(found, "base").predictions
+    assert prediction.measured.mean == pytest.approx(float((losses("base", 3) - losses("steady", 3)).mean()))
+    said = found.to_markdown()
+    assert "Ladder of text: differences to steady in bits_per_byte" in said
+    assert "Operations of steady's training, by size" in said
+    assert "C 1 is steady's smallest size." in said
+    assert "the base" not in said
 
 
 def test_the_largest_size_is_predicted_from_the_others(store: Store) -> None:

@@ -433,6 +433,27 @@ def test_one_look_of_several_is_a_look_of_its_own() -> None:
             assert early.difference.low <= alone.difference.low + 1e-9
 
 
+def test_afterwards_no_arm_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test is then the one that spends its error exactly, since no arm is given up."""
+    for seed in range(4):
+        d = list(drawn(seed, 3, 8))
+        afterwards = follow(d, spread_looks(6, 8), afterwards=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(joint_test, "HOPELESS", 0.0)
+            assert follow(d, spread_looks(6, 8)) == afterwards
+
+
+def test_afterwards_an_arm_that_lacks_seeds_keeps_its_outcome_and_the_others_go_on() -> None:
+    near = [1.0, 1.2, 0.9, 1.1, 1.3, -0.4, 0.8, -0.2, 0.7]
+    short, other, long = follow([NOISE[:7], near[:8], near], LOOKS, afterwards=True)
+    assert (short.difference.n, other.difference.n, long.difference.n) == (7, 8, 9)
+    at_first = follow([NOISE[:7], near[:7], near[:7]], LOOKS[:1], afterwards=True)
+    assert short.difference == at_first[0].difference
+    assert long.stopped == "last"
+    # Without the word, all wait for the arm that lacks the seeds.
+    assert {o.difference.n for o in follow([near[:7], near], LOOKS)} == {7}
+
+
 @example([[0.0] * 8, [0.0] * 8, [0.003] * 8])
 @given(families(least=8, most=8))
 @settings(max_examples=20, deadline=None)

@@ -70,6 +70,28 @@ def test_a_candidate_that_failed_in_one_arm_counts_in_none() -> None:
     assert found.others == ["arm"]
 
 
+def test_another_figure_is_weighed_as_the_result_is() -> None:
+    random = np.random.default_rng(1)
+    drawn = random.normal(size=(3, 6, 2))
+    table: Table = {"base": {c: {s + 1: Run(*drawn[c, s]) for s in range(6)} for c in range(3)}}
+    found = scores(table, seeds=tuple(range(1, 7)))
+    tests = {c: {s + 1: float(drawn[c, s, 1]) for s in range(6)} for c in range(3)}
+    assert found.weighed("base", tests) == pytest.approx(list(found.results["base"].values()))
+    # A plain loop, in which candidate 1 lacks the figure with seed 3, and seed 5 has none at all.
+    del tests[1][3]
+    for c in range(3):
+        del tests[c][5]
+    weights = found.sample("base", range(1, 7)).weights()
+    for seed, value in enumerate(found.weighed("base", tests), start=1):
+        own = [c for c in range(3) if seed in tests[c]]
+        total = sum(weights[seed - 1, c] for c in own)
+        if seed == 5:
+            assert math.isnan(value)
+        else:
+            assert value == pytest.approx(sum(weights[seed - 1, c] * tests[c][seed] for c in own) / total)
+    assert scores({"base": {}}).weighed("base", tests) == []
+
+
 def test_a_seed_without_a_finished_run_counts_as_the_worst_of_all_arms() -> None:
     table: Table = {
         "base": {0: {1: Run(0.9, 0.9), 2: Run(0.9, 0.8)}},
