@@ -149,7 +149,7 @@ class Task(ABC):
 
         Returns:
             Metric -> (total, count), 0-dim each. Among the metrics are `metric` and "loss", in nats per scored token. A
-                count may be 0.
+                count may be 0. Reports show the metrics other than `metric`, and test none of them.
         """
 
     def __post_init__(self) -> None:
