@@ -315,8 +315,9 @@ def answer_notes(
             else []
         ),
         "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
-        f"Whole study: if no arm differed from {against or 'the base'}, at most {100 * most:.3g}% of such studies would "
-        "find a difference" + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
+        f"Whole study: if no arm differed from {against or 'the base'}, at most {100 * most:.3g}% of such studies "
+        "would find a difference"
+        + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
         *_about_looks(spec, is_open=is_open),
         SMALL,
     ]
