@@ -30,7 +30,7 @@ def runs(scores: list[float], far: float = 0.0) -> list[RunRecord]:
             "loss": 1 - score,
             "accuracy@128": far + score / 3,
             "accuracy@64": far + score / 2,
-            "output_rms": 7.0,
+            "output_rms@64": 7.0,
         }
         metrics = [("test", name, 100, value) for name, value in {"accuracy": score, **further}.items()]
         metrics += [("test", "loss", 50, 9.0), ("validation", "accuracy", 100, score), ("validation", "only", 100, 5.0)]
@@ -127,6 +127,19 @@ def test_a_terminal_loses_no_metric(found: Report, width: int) -> None:
                 assert f"{value:#.4g}" in shown
     heads = [line for line in shown.splitlines() if re.match(r"arm +.*(accuracy@|loss)", line)]
     assert len(heads) == {44: 3, 60: 2, 80: 2, 160: 1}[width]
+
+
+@pytest.mark.parametrize("width", [44, 60])
+def test_a_long_name_folds_and_no_figure_does(store: Store, width: int) -> None:
+    long = "without_the_output_gate_of_each_head_and_all_layers"
+    study = begin(store, "long", changes={"base": {}, long: {"x": [0, 1]}})
+    for arm in ("base", long):
+        record(store, study, arm, "mqar", [], runs=runs(BASE, 123.4))
+    found = report(store, study)
+    shown = text(found, width)
+    assert all(len(line) <= width for line in shown.splitlines())
+    for interval in found.tables[0].rows[1].metrics.values():
+        assert f"{interval.mean:#.4g} [{interval.low:#.4g}, {interval.high:#.4g}]" in shown
 
 
 def test_every_form_has_the_further_metrics_and_says_that_none_is_tested(found: Report) -> None:

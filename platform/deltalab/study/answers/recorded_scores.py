@@ -16,7 +16,7 @@ BACKWARD = 3
 RECORDED_COSTS = ("flops_per_token", "kv_cache", "conv_cache", "dead_parameters")
 """Costs that are metrics in the ledger. Early releases recorded the first alone."""
 OF_EVERY_TASK = ("output_rms",)
-"""Metrics that training measures beside those of the task."""
+"""Metrics that training measures beside those of the task, without the label of a length."""
 
 
 def scores_by_task(store: Store, study: Study) -> dict[str, Scores]:
@@ -61,7 +61,7 @@ class RecordedScores:
         found: dict[str, dict[int, dict[int, float]]] = {}
         for trial in self.of(arm, task.name):
             for (split, name), values in {**self.finals.get(trial.key, {}), **self._others.get(trial.key, {})}.items():
-                if split == "test" and name not in (task.metric, *OF_EVERY_TASK):
+                if split == "test" and name != task.metric and name.partition("@")[0] not in OF_EVERY_TASK:
                     found.setdefault(name, {}).setdefault(trial.number, {}).update(values)
         return found
 

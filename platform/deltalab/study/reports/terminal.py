@@ -140,24 +140,26 @@ def _broken(cell: str, column: Column, form: int) -> str:
 
 
 def _metric_grids(table: TaskTable, width: int) -> Iterator[RenderableType]:
-    """Yields the further metrics of a table, below one another in as few tables as the width allows."""
+    """Yields the further metrics of a table, below one another in as few tables as the width allows. Names fold."""
     (_, *names), lines = metrics_headers(table), metrics_cells(table)
     longest = max(len(arm) for arm, *_ in lines)
-    widths = [max(len(name), *(len(line[at]) for line in lines)) for at, name in enumerate(names, 1)]
-    at = 0
-    while at < len(names):
-        left = width - min(longest, max(SHORTEST_NAME, width - widths[at] - 2))
-        end = at + 1
-        while end < len(names) and sum(widths[at : end + 1]) + 2 * (end + 1 - at) <= left:
+    most = width - SHORTEST_NAME - 2
+    widths = [min(most, max(len(name), *(len(line[at]) for line in lines))) for at, name in enumerate(names, 1)]
+    start = 0
+    while start < len(names):
+        end = start + 1
+        while end < len(names) and longest + sum(2 + size for size in widths[start : end + 1]) <= width:
             end += 1
-        grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        grid.add_column(Text("arm"), overflow="fold", min_width=min(longest, SHORTEST_NAME))
-        for name in names[at:end]:
-            grid.add_column(Text(name), overflow="fold")
-        for arm, *cells_of_arm in lines:
-            grid.add_row(*map(Text, (arm, *cells_of_arm[at:end])))
+        if start:
+            yield Text("")
+        grid = _grid()
+        arm_width = min(longest, width - sum(2 + size for size in widths[start:end]))
+        for name, size in zip(("arm", *names[start:end]), (arm_width, *widths[start:end]), strict=True):
+            grid.add_column(Text(name), overflow="fold", min_width=size, max_width=size)
+        for arm, *texts in lines:
+            grid.add_row(*map(Text, (arm, *texts[start:end])))
         yield grid
-        at = end
+        start = end
 
 
 def _grid() -> Table:
