@@ -217,6 +217,12 @@ def calibration_goals() -> list[str]:
     for row in results["families"]:
         name = f"false verdicts a study of {row['tasks']} task{'s' * (row['tasks'] > 1)}"
         rows.append([name, f"{row['task']:.3f}", judged(row["study"], 0.055, least=False, digits=3)])
+    for row in results["over_tasks_error"]:
+        name = f"false verdicts over tasks, {over_tasks_cell(row)}"
+        rows.append([name, "", judged(row["mean"], 0.055, least=False, digits=3)])
+    for row in results["over_tasks_coverage"]:
+        name = f"joint coverage over tasks, {over_tasks_cell(row)}"
+        rows.append([name, "", judged(row["mean"], 0.94, least=True, digits=3)])
     powers = {(row["setting"], row["constant"]): row["power"] for row in results["powers"]}
     for setting, goal in (
         ("equal variances", 0.80),
@@ -243,6 +249,11 @@ def calibration_goals() -> list[str]:
     checked = results["checked"]
     rows.append([f"of {checked['rows']:,} rows, contradict", "", str(checked["contradictions"])])
     return table(["", "before", "now"], rows)
+
+
+def over_tasks_cell(row: dict[str, Any]) -> str:
+    """What a figure on means over tasks is of."""
+    return f"{row['scores']}, {row['tasks']} tasks, {row['seeds']} seeds"
 
 
 WAYS_TO_CHOOSE = (
@@ -481,6 +492,32 @@ def calibration_of_looks() -> list[str]:
     return table([*header, "runs, sequential over fixed"], rows)
 
 
+def calibration_over_tasks() -> list[str]:
+    """Lists error and coverage of means and interquartile means over tasks."""
+    results = load("calibration")
+    covered = {over_tasks_cell(row): row for row in results["over_tasks_coverage"]}
+    keys = ("mean", "iqm", "iqm_bootstrap", "iqm_of_base", "iqm_of_base_bootstrap")
+    rows = []
+    for row in results["over_tasks_error"]:
+        held = covered.get(over_tasks_cell(row))
+        cells = [f"{row[key]:.3f}" for key in ("mean", "iqm", "either")]
+        cells += [f"{held[key]:.3f}" if held else "" for key in keys]
+        rows.append([row["scores"], f"{row['tasks']}, {row['seeds']}", *cells])
+    header = ["scores", "tasks, seeds", "error: mean", "IQM", "either", "joint coverage: mean", "IQM"]
+    return table([*header, "each: IQM, bootstrap", "base's IQM, t interval", "bootstrap"], rows)
+
+
+def calibration_of_power_over_tasks() -> list[str]:
+    """Lists how often an arm is told from the base over tasks, and on at least one task."""
+    keys = ("mean", "iqm", "some_task")
+    rows = [
+        [row["scores"], f"{row['tasks']}, {row['seeds']}"]
+        + [" / ".join(f"{row[f'{arm}_{key}']:.2f}" for key in keys) for arm in ("all", "one")]
+        for row in load("calibration")["over_tasks_power"]
+    ]
+    return table(["mean / IQM / some task", "tasks, seeds", "better on all tasks", "worse on one task"], rows)
+
+
 def calibration_of_ladders() -> list[str]:
     """Lists how often the intervals of a ladder hold the truth."""
     shares = ("bootstrap", "agrees", "predicted", "measured", "a", "b", "c")
@@ -533,6 +570,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         calibration_of_constants,
         calibration_by_distribution,
         calibration_of_looks,
+        calibration_over_tasks,
+        calibration_of_power_over_tasks,
         calibration_of_ladders,
         calibration_of_tau,
     )

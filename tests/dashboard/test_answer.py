@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from numpy.typing import NDArray
-from tests.support.ledgers import BASE, begin, charts, open_page, record, texts
+from tests.support.ledgers import BASE, BOUNDED, begin, charts, open_page, record, texts
 
 from deltalab.store import Store
 from deltalab.study.reports.report import report
@@ -171,3 +171,32 @@ def test_the_url_keeps_costs_and_the_order_of_the_arms(ablation: int) -> None:
     assert "us/token" in table
     assert list(table["arm"]) == ["no_*d*", "base", "late"], "bits per byte: lower is better; late did not run"
     assert "us/token" not in open_page().dataframe[1].value
+
+
+def test_a_study_of_several_tasks_shows_the_mean_over_them_first(store: Store) -> None:
+    study = begin(store, "both", changes={"base": {}, "up": {"x": [1, 2]}}, tasks=BOUNDED)
+    for task, gain in (("mqar", 0.02), ("text", -0.2)):
+        record(store, study, "base", task, BASE)
+        record(store, study, "up", task, [value + gain for value in BASE])
+    app = open_page()
+    assert "So far, while the study runs: over 2 tasks up beats the base by " in texts(app)
+    over, mqar, _ = (table.value for table in app.dataframe)
+    assert list(over["arm"]) == ["base", "up"]
+    assert over["IQM"][1] == report(store, study).headline.rows[1].iqm  # type: ignore[union-attr]
+    assert "IQM" not in mqar
+    assert list(app.table[0].value)[1] == "over tasks\\: normalized score ↑"
+    assert charts(app)[0]["layer"][3]["mark"]["type"] == "circle", "each seed's difference"
+    assert "us/token" not in open_page(costs="true").dataframe[0].value
+
+
+def test_means_over_the_same_tasks_stand_side_by_side(store: Store) -> None:
+    arms = {"base": {}, "up": {"x": [1, 2]}}
+    one, other = (begin(store, name, changes=arms, tasks=BOUNDED) for name in ("one", "other"))
+    less = begin(store, "less", changes=arms, tasks={"mqar": BOUNDED["mqar"], "parity": BOUNDED["mqar"]})
+    for study in (one, other):
+        for arm in arms:
+            for task in BOUNDED:
+                record(store, study, arm, task, BASE)
+    record(store, less, "base", "mqar", BASE)
+    assert "over tasks" in texts(open_page("compare.py", study="1 one", right="2 other"))
+    assert "over tasks" not in texts(open_page("compare.py", study="1 one", right="3 less"))

@@ -17,6 +17,8 @@ TASKS = {
     "mqar": {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1},
     "text": {"metric": "bits_per_byte", "maximize": False, "chance": 8.0, "version": 1},
 }
+BOUNDED = TASKS | {"mqar": {**TASKS["mqar"], "bounds": [0, 1]}}
+"""The same tasks, with a best possible value of each: their studies have a table over tasks."""
 ARMS = {"base": {}, "no_*d*": {"rule.d": [{"head": {"init": 0.02}}, {"const": {"value": 0.0}}]}, "late": {"x": [1, 2]}}
 TUNE = {"trials": 2, "train.lr": {"log_uniform": [1e-3, 1e-1]}}
 SPEC = {"description": "Two tasks", "tune": TUNE, "seeds": 8}
@@ -24,7 +26,14 @@ TRACEBACK = "Traceback (most recent call last):\n  File 'x.py'\nRuntimeError: ou
 BASE = [0.90, 0.92, 0.94, 0.91, 0.93, 0.95, 0.90, 0.92]
 
 
-def begin(store: Store, name: str, profile: str | None = None, changes: Mapping[str, Any] = ARMS) -> int:
+def begin(
+    store: Store,
+    name: str,
+    profile: str | None = None,
+    changes: Mapping[str, Any] = ARMS,
+    tasks: Mapping[str, Any] = TASKS,
+    **spec: Any,
+) -> int:
     """Begins a study of two tasks, and returns its id.
 
     Args:
@@ -32,17 +41,19 @@ def begin(store: Store, name: str, profile: str | None = None, changes: Mapping[
         name: The name of the study.
         profile: The study's profile.
         changes: arm -> what it changes. An arm without a change is the base.
+        tasks: What the ledger says of the tasks. They must be among `TASKS`.
+        spec: Keys of the study's file.
     """
     arms = [
-        ArmRecord(arm, not change, change, {task: {"rule": {"name": "comba"}} for task in TASKS})
+        ArmRecord(arm, not change, change, {task: {"rule": {"name": "comba"}} for task in tasks})
         for arm, change in changes.items()
     ]
     provenance = {
-        "tasks": TASKS,
+        "tasks": tasks,
         "git": {"commit": "abc"},
         "command": ["platform", "--db", "postgresql://me:SECRET@h/l"],
     }
-    return store.begin_study(name, profile, f"{name} {profile}", SPEC, arms, provenance)
+    return store.begin_study(name, profile, f"{name} {profile}", SPEC | spec, arms, provenance)
 
 
 def record(

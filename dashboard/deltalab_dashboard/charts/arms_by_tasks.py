@@ -20,7 +20,7 @@ def pivot(report: Report) -> list[dict[str, str]]:
     If an arm has no mean on a task, the cell holds a verdict such as `failed`.
     """
     cells: dict[str, dict[str, str]] = {}
-    for table in report.tables:
+    for table in report.all_tables:
         for row in table.rows:
             cell = _cell(row) + (" ★" if row is table.best else "")
             cells.setdefault(row.arm, {"arm": row.arm})[_header(table)] = cell

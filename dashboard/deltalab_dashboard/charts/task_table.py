@@ -37,7 +37,7 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
         order: One of `ORDERS`.
         costs: Whether the table shows the costs and the tuned values of the arms.
     """
-    st.subheader(plain(caption(table)), anchor=table.task)
+    st.subheader(plain(caption(table)), anchor=table.task.replace(" ", "-"))
     table = replace(table, rows=sorted_rows(table, order))
     frame, columns = typed_table(table, costs)
     best = table.best

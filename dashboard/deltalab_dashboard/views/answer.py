@@ -34,6 +34,8 @@ def page(store: Store, study: Study) -> None:
     report = cache.report_of(store, study, stage)
     with answer:
         verdict(report)
+    if report.headline:
+        draw_task(report.headline, study.name, order, costs)
     if len(report.tables) > 1:
         st.subheader("Arms by tasks", anchor="pivot")
         table(pivot(report), f"{study.name} arms by tasks", legend=LEGEND)

@@ -59,7 +59,7 @@ class Choice:
 
     def table(self, task: str) -> TaskTable:
         """Returns the report's table of the arms on a task."""
-        return next(table for table in self.report.tables if table.task == task)
+        return next(table for table in self.report.all_tables if table.task == task)
 
     def row(self, task: str, arm: str) -> Row | None:
         """Returns the row of an arm on a task, or None if the study does not have the arm."""
@@ -90,8 +90,9 @@ def page(store: Store) -> None:
     diff = study_diff(left.side, right.side)
     identity(diff, left, right)
     settings(diff, left, right)
-    tasks_of_right = {table.task for table in right.report.tables}
-    tasks = [table.task for table in left.report.tables if table.task in tasks_of_right]
+    # The means over tasks of two studies can be set side by side only if they are over the same tasks.
+    of_right = {(table.task, *table.over) for table in right.report.all_tables}
+    tasks = [table.task for table in left.report.all_tables if (table.task, *table.over) in of_right]
     if not tasks:
         st.info("The two have no task in common, so there are no verdicts and curves side by side.")
         return

@@ -242,6 +242,17 @@ def test_csv_has_a_line_per_arm(whole: Report) -> None:
     assert json.loads(base["tuned"])["train.lr"] == 0.005
 
 
+def test_csv_has_a_line_of_an_arm_with_a_figure_that_the_base_lacks(store: Store) -> None:
+    """No candidate of the base finished all seeds, so that none has a score alone."""
+    lab = Lab(store, {"base": {}, "A": {"a": [0, 1]}}, {"mqar": TASKS["mqar"]}, tune={"trials": 2, "train.lr": LR})
+    for number, lr in enumerate((0.01, 0.1)):
+        lab.record("base", [math.nan, *BASE[1:]], number=number, tuned={"train.lr": lr})
+        lab.record("A", BASE, number=number, tuned={"train.lr": lr})
+    base, arm = csv.DictReader(io.StringIO(report(store, lab.id).to_csv()))
+    assert (base["one_setting_mean"], base["one_setting_missing"]) == ("", "0")
+    assert float(arm["one_setting_mean"]) == pytest.approx(sum(BASE) / 8)
+
+
 def test_lower_is_better_where_the_task_says_so(store: Store) -> None:
     lab = Lab(store, {"base": {}, "up": {"x": [0, 1]}, "down": {"x": [0, 2]}})
     for task in TASKS:

@@ -12,7 +12,7 @@ from deltalab.study.answers.ladder_trends import TaskLadder, ladders
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.remarks import answer_notes, infeasible_notes, other_reference
 from deltalab.study.answers.rows import TaskTable
-from deltalab.study.answers.tables import comparison_table, tuning_table
+from deltalab.study.answers.tables import comparison_table, headline_table, tuning_table
 from deltalab.study.planning.tuning_candidates import recorded_trial_name
 from deltalab.study.statistics.joint_test import Outcome
 from deltalab.study.statistics.seed_choice import Scores, outcomes
@@ -77,6 +77,7 @@ class Answer:
         state: The state of the study, such as "done".
         stage: The stage whose scores are shown.
         warnings: Sentences, each with a reason to doubt the whole answer.
+        headline: The arms over all tasks; None for a study with a single task or with a ladder, and while it tunes.
         tables: A table for each task.
         failures: The trials that raised errors.
         infeasible: The candidates that make no model.
@@ -94,6 +95,7 @@ class Answer:
     state: str
     stage: Stage
     warnings: list[str]
+    headline: TaskTable | None
     tables: list[TaskTable]
     failures: list[Failure]
     infeasible: list[InfeasibleCandidate]
@@ -103,6 +105,11 @@ class Answer:
     search: "Discovery | None" = None
     overrides: dict[str, Any] = field(default_factory=dict)
     against: str | None = None
+
+    @property
+    def all_tables(self) -> list[TaskTable]:
+        """The tables as a report shows them: the headline, if there is one, and those of the tasks."""
+        return [*([self.headline] if self.headline else []), *self.tables]
 
 
 def answer(
@@ -129,10 +136,12 @@ def answer(
     ledger = RecordedScores(store, study, trials)
     climbed: list[TaskLadder] = []
     scores: dict[str, Scores] = {}
+    headline: TaskTable | None = None
     if which == "tune":
         tables = [tuning_table(task, arms, ledger) for task in ledger.tasks.values()]
     else:
         scores = {name: ledger.scores(task, arms, against) for name, task in ledger.tasks.items()}
+        headline = headline_table(arms, ledger, scores, intervals=intervals)
         compared = _compared(ledger, scores, intervals, afterwards=against is not None)
         climbed = ladders(arms, ledger, scores, compared)
         if study.state not in (
@@ -158,6 +167,7 @@ def answer(
         study.state,
         which,
         [*_warnings(study, arms, against)],
+        headline,
         tables,
         [_failure(study, trial) for trial in trials if trial.state == "failed"],
         [
@@ -167,11 +177,12 @@ def answer(
         ],
         answer_notes(
             which,
-            ledger.spec,
+            ledger,
             is_choice=is_choice,
             is_open=any(row.seeds_needed for table in tables for row in table.rows),
             against=against,
             has_metrics=any(table.metrics for table in tables),
+            has_headline=headline is not None,
         ),
         trainings(store, study),
         climbed,

@@ -14,7 +14,7 @@ from deltalab.study.answers.wording import format_interval, format_p
 from deltalab.study.planning.model_costs import UNEVEN, dead_parameters_text
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.specs.setting_text import settings_text
-from deltalab.study.statistics.joint_test import ALPHA, Outcome, smallest_p
+from deltalab.study.statistics.joint_test import ALPHA, Look, Outcome, smallest_p
 from deltalab.study.statistics.looks import left_error
 from deltalab.study.statistics.seed_choice import Scores
 
@@ -38,7 +38,7 @@ def table_warnings(rows: list[Row], task: RecordedTask, ledger: RecordedScores, 
     reference = next(row for row in rows if row.is_reference)
     return [
         *([] if reference.is_base else _unshared(rows, reference, ledger, scores)),
-        *_too_few_seeds(rows, reference),
+        *too_few_seeds(rows, reference),
         *_lost_candidates(scores, reference),
         *_at_an_end(reference, task),
         *range_end_notes([sweep(row.arm, task, ledger, scores) for row in rows], ledger.spec),
@@ -67,7 +67,8 @@ def _unshared(rows: list[Row], reference: Row, ledger: RecordedScores, scores: S
         yield f"Tested on the seeds up to the look that decides, or to the last that both reached: {', '.join(fewer)}."
 
 
-def _too_few_seeds(rows: list[Row], reference: Row) -> Iterator[str]:
+def too_few_seeds(rows: Sequence[Row], reference: Row) -> Iterator[str]:
+    """Warns if the seeds are too few to tell any arm from the reference."""
     compared = [row for row in rows if row.difference is not None and row.difference.n]
     if any(row.verdict.startswith("undecidable") for row in compared):
         pairs = max(row.difference.n for row in compared if row.difference)
@@ -228,6 +229,31 @@ def _apart_in_time(rows: list[Row], reference: Row) -> Iterator[str]:
             yield f"{row.arm} {times:.2f}"
 
 
+def headline_notes(rows: Sequence[Row], looks: Sequence[Look]) -> list[str]:
+    """Returns the notes of the table over tasks.
+
+    Args:
+        rows: The rows of the table.
+        looks: The looks of the study.
+    """
+    notes = [
+        "A normalized score is (score - chance) / (best - chance), where best is the best possible value of the task's "
+        "metric, which is 0 for a loss without bounds.",
+        "Difference, p and verdict are of the mean, tested by exchanging all runs of a seed on all tasks at once. The "
+        "IQM is the mean without the least and the greatest quarter of an arm's scores over tasks and seeds; the "
+        "intervals of its differences hold jointly over the arms, apart from those of the mean.",
+    ]
+    if len(looks) > 1:
+        notes.append(
+            f"Only the first {looks[0].seeds} seeds count here: which arms have more depends on their results on "
+            "single tasks."
+        )
+    lacking = [row.arm for row in rows if not row.score.n]
+    if lacking:
+        notes.append(f"Not on every task yet, or failed: {', '.join(lacking)}.")
+    return notes
+
+
 def infeasible_notes(trials: Sequence[TrialRow]) -> Iterator[str]:
     """Writes a line for each arm with candidates whose values make no valid model.
 
@@ -270,18 +296,27 @@ def other_reference(against: str, base: str) -> str:
 
 
 def answer_notes(
-    stage: Stage, spec: RecordedSpec, *, is_choice: bool, is_open: bool, against: str | None, has_metrics: bool
+    stage: Stage,
+    ledger: RecordedScores,
+    *,
+    is_choice: bool,
+    is_open: bool,
+    against: str | None,
+    has_metrics: bool,
+    has_headline: bool,
 ) -> list[str]:
     """Returns sentences that explain how to read an answer.
 
     Args:
         stage: The stage whose scores the answer compares.
-        spec: The study's file.
+        ledger: The study's file and tasks.
         is_choice: Whether a seed chooses among several runs.
         is_open: Whether more seeds would decide an arm.
         against: The arm that the others are compared with in place of the base.
         has_metrics: Whether a table has further metrics.
+        has_headline: Whether the answer has a table over tasks.
     """
+    spec = ledger.spec
     if stage == "tune":
         return [
             "Each arm's best candidate on the validation split: optimistic, and no answer. "
@@ -316,8 +351,17 @@ def answer_notes(
         ),
         "Costs are those of the tuned candidate: time per trained token, elements of state, parameters.",
         f"Whole study: if no arm differed from {against or 'the base'}, at most {100 * most:.3g}% of such studies "
-        "would find a difference"
+        f"would find a difference{' on a task' if has_headline else ''}"
         + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
+        *_about_headline(ledger, has_headline),
         *_about_looks(spec, is_open=is_open),
         SMALL,
     ]
+
+
+def _about_headline(ledger: RecordedScores, has_headline: bool) -> Iterator[str]:
+    if has_headline:
+        yield f"The table over tasks is a family of its own, and adds at most {ALPHA:.0%} to this."
+    elif not ledger.spec.is_ladder and len(ledger.tasks) > 1:
+        unknown = [task.name for task in ledger.tasks.values() if task.perfect is None]
+        yield f"No mean over tasks: the best possible value is not known of {', '.join(unknown)}."

@@ -10,6 +10,8 @@ from deltalab.study.statistics.joint_test import Difference
 
 VERDICTS = ("better", "equal or better", "equal", "equal or worse", "worse", "undecided")
 """What the test can say of an arm that was compared with enough seeds."""
+OVER_TASKS = "over tasks"
+"""What the table of the means over tasks has for a task; no task has a space in its name."""
 SPLIT: dict[Stage, str] = {"tune": "validation", "confirm": "test"}
 """The split whose scores a stage of a study compares."""
 
@@ -66,6 +68,9 @@ class Row:
             decided, or unknown.
         metrics: Each further metric of the task -> its mean over the seeds that have it, weighted as the scores are,
             and its 95% interval. No test compares them.
+        iqm: The interquartile mean of the scores over tasks and seeds; None on a single task.
+        iqm_difference: The interquartile mean minus that of the reference. Intervals hold jointly over the arms, apart
+            from those of `difference`.
     """
 
     arm: str
@@ -92,6 +97,8 @@ class Row:
     one_setting: Interval | None = None
     seeds_needed: int | None = None
     metrics: dict[str, Interval] = field(default_factory=dict)
+    iqm: float | None = None
+    iqm_difference: Difference | None = None
 
     @property
     def called(self) -> str:
@@ -123,10 +130,10 @@ class Interaction:
 
 @dataclass(frozen=True)
 class TaskTable:
-    """The results of all arms on one task.
+    """The results of all arms on one task, or over all tasks.
 
     Attributes:
-        task: The name of the task.
+        task: The name of the task, or `OVER_TASKS`.
         version: The version of the task.
         metric: The metric that is compared.
         margin: The least difference of the metric that matters.
@@ -138,6 +145,7 @@ class TaskTable:
         interactions: The interaction of each pair of arms whose changes a third arm combines.
         warnings: Sentences that a reader must know before the table.
         notes: Sentences that help to read the table but are no warnings.
+        over: The tasks that the scores are means over; empty for the table of one task.
     """
 
     task: str
@@ -152,6 +160,7 @@ class TaskTable:
     interactions: list[Interaction]
     warnings: list[str]
     notes: list[str]
+    over: list[str] = field(default_factory=list)
 
     @property
     def sign(self) -> int:

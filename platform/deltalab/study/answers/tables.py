@@ -6,11 +6,14 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
+import numpy as np
+
 from deltalab.store import Arm, TrialRow
 from deltalab.study.answers.recorded_scores import RECORDED_COSTS, RecordedScores
-from deltalab.study.answers.remarks import table_notes, table_warnings
-from deltalab.study.answers.rows import SPLIT, Interaction, Row, SeedScore, TaskTable
+from deltalab.study.answers.remarks import headline_notes, table_notes, table_warnings, too_few_seeds
+from deltalab.study.answers.rows import OVER_TASKS, SPLIT, Interaction, Row, SeedScore, TaskTable
 from deltalab.study.specs.recorded_study import RecordedTask
+from deltalab.study.statistics.interquartile import interquartile_parts
 from deltalab.study.statistics.intervals import Interval, mean_interval, share_learned, within
 from deltalab.study.statistics.joint_test import (
     ALPHA,
@@ -23,6 +26,7 @@ from deltalab.study.statistics.joint_test import (
     smallest_p,
 )
 from deltalab.study.statistics.looks import left_error
+from deltalab.study.statistics.over_tasks import OverTasks
 from deltalab.study.statistics.pairs import Contrast
 from deltalab.study.statistics.pareto import front
 from deltalab.study.statistics.seed_choice import Scores
@@ -61,6 +65,84 @@ def comparison_table(
         interactions=interactions,
         warnings=table_warnings(rows, task, ledger, scores),
         notes=table_notes(rows, best, interactions, trials, outcomes),
+    )
+
+
+def headline_table(
+    arms: Sequence[Arm], ledger: RecordedScores, scores: Mapping[str, Scores], *, intervals: bool = True
+) -> TaskTable | None:
+    """Returns the table of each arm's mean over all tasks, in which scores are normalized: chance is 0, perfect is 1.
+
+    Args:
+        arms: The arms of the study, in order.
+        ledger: The study's trials and their metrics.
+        scores: The runs of all arms, by task.
+        intervals: Whether undecided arms get an interval.
+
+    Returns:
+        The table; None for a study with one task, with a ladder, or with a task whose best possible value is not known.
+    """
+    tasks = [*ledger.tasks.values()]
+    perfect = [task.perfect for task in tasks if task.perfect is not None]
+    if len(tasks) < 2 or len(perfect) < len(tasks) or ledger.spec.is_ladder:
+        return None
+    over = OverTasks([scores[task.name] for task in tasks], perfect, ledger.looks[0].seeds)
+    differences = over.differences(intervals=intervals)
+    rows = [_headline_row(arm, tasks, ledger, over, differences) for arm in arms]
+    return TaskTable(
+        task=OVER_TASKS,
+        version=None,
+        metric="normalized score",
+        maximize=True,
+        chance=0.0,
+        margin=0.0,
+        split=SPLIT["confirm"],
+        rows=rows,
+        front=[],
+        interactions=[],
+        warnings=[*too_few_seeds(rows, next(row for row in rows if row.is_reference))],
+        notes=headline_notes(rows, ledger.looks),
+        over=[task.name for task in tasks],
+    )
+
+
+def _headline_row(
+    arm: Arm,
+    tasks: Sequence[RecordedTask],
+    ledger: RecordedScores,
+    over: OverTasks,
+    differences: Mapping[str, tuple[Difference, Difference]],
+) -> Row:
+    trials = [trial for task in tasks for trial in ledger.of(arm.name, task.name)]
+    trained = arm.name in over.arms
+    seeds = over.seeds_of(arm.name) if trained else []
+    results = over.results(arm.name) if trained else np.empty((0, len(tasks)))
+    missing = sum(any(of_task.choice(arm.name, seed) is None for of_task in over.scores) for seed in seeds)
+    bounds = min(task.normalized(task.bounds[not task.maximize]) if task.bounds else -math.inf for task in tasks), 1.0
+    difference, iqm_difference = (_bounded(of_arm, bounds) for of_arm in differences.get(arm.name, (UNKNOWN, UNKNOWN)))
+    by_seed: dict[int, float] = {}
+    if difference.n:
+        d = results.mean(1) - over.results(over.scores[0].base).mean(1)
+        by_seed = dict(zip(seeds, d.tolist(), strict=True))
+    return Row(
+        arm=arm.name,
+        is_base=arm.is_base,
+        is_reference=arm.name == over.scores[0].base,
+        verdict=_verdict(arm, trials, difference, trained, True, arm.name == over.scores[0].base),
+        score=mean_interval(results.mean(1), bounds, missing),
+        diverged=_diverged(trials),
+        difference=None if arm.name == over.scores[0].base else difference,
+        learned=None,
+        **_costs(None, trials, ledger),
+        tuned={},
+        chose=0,
+        by_budget=[],
+        by_seed=by_seed,
+        seeds_needed=None
+        if difference.decided
+        else seeds_to_decide(list(by_seed.values()), len(differences), alpha=left_error(ledger.looks)),
+        iqm=float(interquartile_parts(results).mean()) if trained else None,
+        iqm_difference=None if arm.name == over.scores[0].base else iqm_difference,
     )
 
 

@@ -130,6 +130,29 @@ COLUMNS: tuple[Column, ...] = (
         "answer",
         help="What the test says: better, worse or equal by the margin, or what it leaves open.",
     ),
+    Column(
+        "iqm",
+        "IQM",
+        lambda row: row.iqm,
+        lambda row: "" if row.iqm is None else f"{row.iqm:.3f}",
+        "answer",
+        float,
+        "The mean without the least and the greatest quarter of the scores over tasks and seeds.",
+        "%.4f",
+        seldom=True,
+    ),
+    Column(
+        "iqm_difference",
+        "IQM difference",
+        lambda row: row.iqm_difference,
+        lambda row: format_interval(row.iqm_difference, "+") if row.iqm_difference else "",
+        "answer",
+        Difference,
+        "IQM of the arm minus that of the base. Its intervals hold jointly over the arms, apart from the others.",
+        "%+.4f",
+        "interval of the IQM difference",
+        seldom=True,
+    ),
     _in_files("diverged", int),
     _in_files("learned", Share),
     _in_files("seconds", float),
@@ -171,8 +194,12 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def columns(table: TaskTable, *groups: Group) -> list[Column]:
-    """Returns the columns of the groups that a table has, in order; without groups, all columns that readers see."""
-    chosen = [column for column in COLUMNS if (column.group in groups if groups else column.group != "files")]
+    """Returns the columns of the groups that a table has, in order; without groups, all columns that readers see.
+
+    A table over tasks has no costs and no tuned values, which are those of a trial on one task.
+    """
+    seen = {"name", "answer"} if table.over else {"name", "answer", "cost", "tuned"}
+    chosen = [column for column in COLUMNS if column.group in (seen.intersection(groups) if groups else seen)]
     return [column for column in chosen if not column.seldom or any(map(column.value, table.rows))]
 
 

@@ -33,7 +33,7 @@ from deltalab.study.reports.lines import (
     title,
     training_cells,
 )
-from deltalab.study.statistics.intervals import Interval, mean_interval
+from deltalab.study.statistics.intervals import Interval
 from deltalab.study.statistics.joint_test import UNKNOWN, Difference
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ DTYPES: dict[Any, str] = {
     bool: "bool",
 }
 """The pandas type of a figure, by the Python type that its column or field declares."""
+NOT_KNOWN: dict[Any, Interval | Difference] = {Interval: Interval(math.nan, math.nan, math.nan, 0), Difference: UNKNOWN}
+"""What stands for a figure that is not known, by its type."""
 
 
 def markdown(answer: Answer) -> str:
@@ -99,7 +101,7 @@ def _row(texts: Sequence[str]) -> str:
 def as_json(answer: Answer) -> str:
     """Returns every figure of a report as JSON; null for a figure that is not known."""
     parts = asdict(answer)
-    for part, table in zip(parts["tables"], answer.tables, strict=True):
+    for part, table in zip(filter(None, [parts["headline"], *parts["tables"]]), answer.all_tables, strict=True):
         part["rows"] = [{key: _plain(value) for key, value in figures(row).items()} for row in table.rows]
     return json.dumps(_without_nan(parts), indent=2, allow_nan=False, default=datetime.isoformat)
 
@@ -142,7 +144,7 @@ def records(answer: Answer, part: str) -> list[dict[str, Any]]:
         InputError: There is no such part.
     """
     if part == "arms":
-        return [_arm_record(table, row) for table in answer.tables for row in table.rows]
+        return [_arm_record(table, row) for table in answer.all_tables for row in table.rows]
     if part == "seeds":
         return [record for table in answer.tables for row in table.rows for record in _seed_records(table, row)]
     if part == "metrics":
@@ -159,8 +161,7 @@ def _arm_record(table: TaskTable, row: Row) -> dict[str, Any]:
     for column in columns.COLUMNS:
         value = column.value(row)
         if column.type in (Interval, Difference):
-            unknown_figures = UNKNOWN if column.type is Difference else mean_interval([])
-            record |= {f"{column.key}_{name}": part for name, part in asdict(value or unknown_figures).items()}
+            record |= {f"{column.key}_{name}": part for name, part in asdict(value or NOT_KNOWN[column.type]).items()}
         elif column.key:
             record[column.key] = _plain(value)
     return record
@@ -209,8 +210,9 @@ def _training_record(row: TrainingRow) -> dict[str, Any]:
 def _dtypes() -> dict[str, str]:
     """The pandas type of each figure of `records`, by the figure's key."""
     types: dict[str, Any] = {column.key: column.type for column in columns.COLUMNS}
-    kinds = {"score_": Interval, "one_setting_": Interval, "difference_": Difference, "slope_": Difference}
-    for prefix, kind in (*kinds.items(), ("", Interval), ("", SeedScore), ("", TrainingRow)):
+    intervals = {f"{column.key}_": column.type for column in columns.COLUMNS if column.type in NOT_KNOWN}
+    kinds = [*intervals.items(), ("slope_", Difference), ("", Interval), ("", SeedScore), ("", TrainingRow)]
+    for prefix, kind in kinds:
         types |= {f"{prefix}{field.name}": field.type for field in fields(kind)}
     types |= {"maximize": bool, "seed": int, **dict.fromkeys(("compute", "train_loss", "validation_loss"), float)}
     return {key: DTYPES[kind] for key, kind in types.items() if kind in DTYPES}

@@ -37,10 +37,10 @@ def shown_tables(answer: Answer) -> list[TaskTable]:
     The report of a search describes each arm in a separate line, so its tables leave the descriptions out.
     """
     if answer.search is None:
-        return answer.tables
+        return answer.all_tables
     return [
         replace(table, rows=[replace(row, tuned=training_part(row.tuned)) for row in table.rows])
-        for table in answer.tables
+        for table in answer.all_tables
     ]
 
 
@@ -61,6 +61,8 @@ def search_lines(answer: Answer, most: int | None = None) -> "list[Section]":
 def caption(table: TaskTable) -> str:
     """Returns the caption of a table: its task, metric and split, in one line."""
     direction = "higher" if table.maximize else "lower"
+    if table.over:
+        return f"Over {len(table.over)} tasks: mean {table.metric} on {table.split}, {direction} is better"
     margin = f", margin {table.margin:g}" if table.margin else ""
     return (
         f"{table.task} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "

@@ -30,7 +30,7 @@ def _lines(answer: Answer) -> Iterator[str]:
     yield f"<p>{escape(title(answer))}</p>"
     for warning in answer.warnings:
         yield f"<p>⚠ {escape(warning)}</p>"
-    for table in answer.tables[:MOST_TABLES]:
+    for table in answer.all_tables[: len(answer.all_tables) - len(answer.tables) + MOST_TABLES]:
         yield from _table(table)
     more = [table.task for table in answer.tables[MOST_TABLES:]]
     if more:

@@ -40,7 +40,8 @@ class Report(Answer):
         """Returns the report as CSV, with a line per task and arm. A figure that is not known is an empty field.
 
         The columns `scores` and `metrics` hold JSON: each seed's score with its difference, its candidate and the score
-        of one setting; and each further metric's mean.
+        of one setting; and each further metric's mean. If the study has several tasks, the lines of the task "over
+        tasks" are the first.
 
         If the study has ladders, a table with a line per arm and size follows after an empty line. If models exported
         from the study were trained, a table with a line per training follows.

@@ -84,8 +84,12 @@ def sentence(answer: Answer) -> str:
         text = f"no arm is better or worse: {_equal(equal)}" if equal else _of_undecided(compared)
     if equal and (undecided := len(compared) - len(decided) - len(equal)):
         text += f"; {undecided} of {len(compared)} comparisons are undecided"
+    over = [*_comparisons([answer.headline] if answer.headline else [])]
+    leads = bool(over) and bool(decided or any(comparison.is_decided for comparison in over))
+    if leads:
+        text = f"{_over_tasks(over)}; {'' if decided else 'on single tasks '}{text}"
     beginning = BEGINNINGS.get(answer.state, "")
-    if not beginning and not decided:
+    if not beginning and (leads or not decided):
         text = text[0].upper() + text[1:]
     return f"{beginning}{text}."
 
@@ -96,6 +100,21 @@ def _comparisons(tables: Sequence[TaskTable]) -> Iterator[Comparison]:
         for row in table.rows:
             if row.difference is not None and row.difference.n:
                 yield Comparison(table, row, row.difference)
+
+
+def _over_tasks(over: list[Comparison]) -> str:
+    """A clause on the arm that is most clearly better than the reference over all tasks, or worse if none is better."""
+    decided = [comparison for comparison in over if comparison.is_decided]
+    better = [comparison for comparison in decided if comparison.is_better]
+    where = f"over {len(over[0].table.over)} tasks"
+    if not decided:
+        return f"{where} no arm is told from {over[0].table.reference.called}"
+    table, row, difference = max(better or decided, key=_clarity)
+    beats = "beats" if better else "is worse than"
+    return (
+        f"{where} {row.arm} {beats} {table.reference.called} by {_amount(difference.mean)} {table.metric} "
+        f"(p {format_p(difference.p)})"
+    )
 
 
 def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: Sequence[TaskLadder]) -> str:

@@ -88,8 +88,9 @@ def _task_grids(table: TaskTable, width: int) -> Iterator[RenderableType]:
         yield _task_grid(table, columns(table), width)
         return
     yield _task_grid(table, columns(table, "name", "answer"), width)
-    yield Text("")
-    yield _task_grid(table, columns(table, "name", "cost", "tuned"), width)
+    if not table.over:
+        yield Text("")
+        yield _task_grid(table, columns(table, "name", "cost", "tuned"), width)
 
 
 def _task_grid(table: TaskTable, chosen: Sequence[Column], width: int) -> Table:

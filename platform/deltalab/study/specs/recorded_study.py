@@ -55,6 +55,17 @@ class RecordedTask:
         """The best value that the metric can have; None if it has no bounds."""
         return None if self.bounds is None else self.bounds[self.maximize]
 
+    @property
+    def perfect(self) -> float | None:
+        """The best possible value: `limit` or, of a loss without bounds, 0; None if neither is better than chance."""
+        best = self.limit if self.bounds or self.maximize else 0.0
+        return best if best is not None and self.sign * (best - self.chance) > 0 else None
+
+    def normalized(self, score: float) -> float:
+        """A score on the scale where chance is 0 and `perfect`, which must be known, is 1."""
+        assert self.perfect is not None
+        return (score - self.chance) / (self.perfect - self.chance)
+
 
 @dataclass(frozen=True)
 class RecordedSpec:

@@ -57,6 +57,14 @@ class Sample:
         """Returns the runs with a number added to every score."""
         return replace(self, validation=self.validation + by, test=self.test + by)
 
+    def normalized(self, chance: float, perfect: float) -> "Sample":
+        """Returns the runs with every score on a scale where `chance` is 0 and `perfect` is 1, so that more is better.
+
+        The weights stay as they are.
+        """
+        scale = perfect - chance
+        return Sample((self.validation - chance) / scale, (self.test - chance) / scale)
+
     def widened(self, candidates: int) -> "Sample":
         """Returns the runs with the candidates repeated until there are as many as given.
 

@@ -37,7 +37,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deltalab.study.statistics.pairs import Contrast, Paired, Pairs
+from deltalab.study.statistics.pairs import Paired, Pairs
 
 ALPHA = 0.05
 """The probability that a family without a difference finds one."""
@@ -294,7 +294,7 @@ def _prospect(pairs: Paired, t: float, arms: int, difference: Difference) -> flo
 
 
 def _pairs(differences: Sequence[ArrayLike | Paired]) -> list[Paired]:
-    return [d if isinstance(d, Pairs | Contrast) else Pairs.plain(d) for d in differences]
+    return [d if isinstance(d, Paired) else Pairs.plain(d) for d in differences]
 
 
 def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence[Look]) -> NDArray[np.bool_]:

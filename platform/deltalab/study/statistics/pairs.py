@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from deltalab.study.statistics.cross_fitting import Array, Sample
+from deltalab.study.statistics.interquartile import interquartile_parts
 
 _DUST = 1e-12
 """A difference smaller than this share of its terms counts as a rounding error."""
@@ -46,6 +47,10 @@ class Pairs:
         """Returns the pairs of the first seeds."""
         return Pairs(self.arm.head(seeds), self.base.head(seeds))
 
+    def normalized(self, chance: float, perfect: float) -> "Pairs":
+        """Returns the pairs with every score on a scale where `chance` is 0 and `perfect` is 1."""
+        return Pairs(self.arm.normalized(chance, perfect), self.base.normalized(chance, perfect))
+
     def exchanged(self, signs: Array) -> Array:
         """Returns the differences [E, n] after exchanging arm and base at the seeds whose sign is negative.
 
@@ -58,8 +63,13 @@ class Pairs:
         """
         if self.arm.candidates == 1:
             return self.differences * signs
+        arm, base = self.results(signs)
+        return arm - base
+
+    def results(self, signs: Array) -> tuple[Array, Array]:
+        """Returns the results of arm and base, each [E, n], after the same exchange."""
         kept = signs > 0
-        return self.arm.exchanged(self.base, kept).results() - self.base.exchanged(self.arm, kept).results()
+        return self.arm.exchanged(self.base, kept).results(), self.base.exchanged(self.arm, kept).results()
 
 
 @dataclass(frozen=True)
@@ -97,5 +107,40 @@ class Contrast:
         return exchanged
 
 
-Paired = Pairs | Contrast
+@dataclass(frozen=True)
+class InterquartileContrast:
+    """The interquartile mean of an arm over tasks and seeds, minus that of the base. All tasks are exchanged together.
+
+    A seed's difference is that of its `interquartile_parts`; its mean over seeds is the difference of the two means.
+    After an exchange both means are computed anew, so that the test is exact.
+
+    Attributes:
+        pairs: The runs on each task, on the same seeds and in the same unit.
+    """
+
+    pairs: tuple[Pairs, ...]
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds, n."""
+        return self.pairs[0].seeds
+
+    @property
+    def differences(self) -> Array:
+        """The difference of each seed, [n]."""
+        differences: Array = self.exchanged(np.ones((1, self.seeds)))[0]
+        return differences
+
+    def head(self, seeds: int) -> "InterquartileContrast":
+        """Returns the contrast of the first seeds."""
+        return InterquartileContrast(tuple(pairs.head(seeds) for pairs in self.pairs))
+
+    def exchanged(self, signs: Array) -> Array:
+        """Returns the differences [E, n] after exchanging, as `Pairs.exchanged` does."""
+        by_task = [pairs.results(signs) for pairs in self.pairs]
+        arm, base = (np.stack(results, axis=-1) for results in zip(*by_task, strict=True))
+        return interquartile_parts(arm) - interquartile_parts(base)
+
+
+Paired = Pairs | Contrast | InterquartileContrast
 """What a test by exchanges takes of an arm."""
