@@ -35,6 +35,7 @@ def study(
     looks: Any = 8,
     seeds: Mapping[str, int] = {},
     changes: Mapping[str, dict[str, Any]] = {},
+    margin: float = 0.0,
 ) -> int:
     """Records a study whose base is the arm of this name, and returns its id.
 
@@ -45,9 +46,12 @@ def study(
         looks: The study's seeds.
         seeds: Arm -> how many of the seeds it has trained; all, for an arm that is absent.
         changes: Arm -> what it changes; a change of its own, for an arm that is absent.
+        margin: The least difference that matters.
     """
     arms = [ArmRecord(arm, arm == base, changes.get(arm, {} if arm == base else {"x": [0, arm]}), {}) for arm in scores]
-    made = store.begin_study(f"of {base}", None, f"id {base}", {"seeds": looks}, arms, {"tasks": {"mqar": MQAR}})
+    made = store.begin_study(
+        f"of {base}", None, f"id {base}", {"seeds": looks}, arms, {"tasks": {"mqar": {**MQAR, "margin": margin}}}
+    )
     ends = [0, *(look.seeds for look in (spread_looks(**looks) if isinstance(looks, dict) else one_look(looks)))]
     for arm, candidates in scores.items():
         for number, values in enumerate(candidates):
@@ -154,6 +158,15 @@ def test_sentences_name_the_reference_where_nothing_is_decided(store: Store) -> 
     few = study(store, drawn({"first": 0.0, "a": 0.5}, 1, seeds=5), "first", looks=5)
     found = report(store, few, against="a")
     assert "No arm can be told from a with 5 seeds: p is at least 0.0625." in found.tables[0].warnings
+
+
+def test_arms_that_equal_the_reference_equal_it_by_name(store: Store) -> None:
+    made = study(store, drawn({"base": 0.0, "a": 0.3, "b": 0.3}, 1), "base", margin=0.1)
+    found = report(store, made, against="a")
+    assert {arm: row.verdict for arm, row in by_arm(found).items()} == {"base": "worse", "a": "reference", "b": "equal"}
+    assert "the base" not in sentence(found)
+    alone = report(store, study(store, drawn({"first": 0.3, "a": 0.3}, 1), "first", margin=0.1), against="a")
+    assert " equals a within 0.1 accuracy on mqar" in sentence(alone)
 
 
 def test_sizes_times_and_the_scale_are_those_of_the_reference(store: Store) -> None:
