@@ -5,10 +5,10 @@
 The parts are error and coverage of the designs of tuning, the power of the test with several constants c, error and
 coverage by distribution and number of seeds, the runs that sequential looks save, in `calibration_choices` how seeds
 choose, candidates that failed and families of tasks, in `calibration_margins` verdicts by a margin, in
-`calibration_tasks` means over tasks, and in `calibration_trends` the predictions of ladders and Kendall's tau between
-tasks. The figures of the test come from p alone, computed for many studies at a time. Some of the studies also go
-through `deltalab.study.statistics.joint_test`, which must find the same verdicts, and intervals that agree with the
-verdicts. The script takes four hours on one core.
+`calibration_looks` differences that were decided early, in `calibration_tasks` means over tasks, and in
+`calibration_trends` the predictions of ladders and Kendall's tau between tasks. The figures of the test come from p
+alone, computed for many studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`,
+which must find the same verdicts, and intervals that agree with the verdicts. The script takes four hours on one core.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import numpy as np
 import scipy
 from calibration_choices import choices, failures, families
 from calibration_further import further_looks
+from calibration_looks import early_decisions
 from calibration_margins import margins
 from calibration_tasks import over_tasks_coverage, over_tasks_error, over_tasks_power
 from calibration_trends import extrapolation, transfer_tau
@@ -538,6 +539,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
         powers,
         distributions,
         sequential,
+        early_decisions,
         choices,
         failures,
         families,

@@ -165,6 +165,11 @@ def _about_seeds(rows: list[Row], hopeless: list[str]) -> Iterator[str]:
     if shares := [(row.arm, row.learned) for row in rows if row.learned]:
         learned = (f"{arm} {share.learned} of {share.n} [{share.low:.2f}, {share.high:.2f}]" for arm, share in shares)
         yield f"Seeds that learned, past half way from chance to the best possible: {', '.join(learned)}."
+    if any(row.unbiased is not None for row in rows):
+        yield (
+            "Unbiased: a look decides an arm whose difference is large so far, so that the means of early decisions "
+            "tend to be too large. Half of the unbiased differences are above the true ones, but they are less precise."
+        )
     if hopeless:
         yield f"Stopped early, with little prospect of a verdict: {', '.join(hopeless)}."
     if len({row.score.n for row in rows if row.score.n}) > 1:

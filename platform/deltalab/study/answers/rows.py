@@ -71,6 +71,8 @@ class Row:
         iqm: The interquartile mean of the scores over tasks and seeds; None on a single task.
         iqm_difference: The interquartile mean minus that of the reference. Intervals hold jointly over the arms, apart
             from those of `difference`.
+        unbiased: The difference without the optimism of an early decision; None if the study has a single look, and for
+            an arm that goes on, was given up or equals the base.
     """
 
     arm: str
@@ -99,6 +101,7 @@ class Row:
     metrics: dict[str, Interval] = field(default_factory=dict)
     iqm: float | None = None
     iqm_difference: Difference | None = None
+    unbiased: float | None = None
 
     @property
     def called(self) -> str:

@@ -247,6 +247,7 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
         one_setting=_one_setting(scores, arm.name, task.bounds),
         seeds_needed=needed,
         metrics=_other_metrics(arm.name, task, ledger, scores),
+        unbiased=_unbiased(outcome, difference),
     )
 
 
@@ -281,6 +282,13 @@ def _other_metrics(arm: str, task: RecordedTask, ledger: RecordedScores, scores:
     by_seed = {name: scores.weighed(arm, other[name]) for name in sorted(other, key=order)}
     known = {name: [value for value in values if math.isfinite(value)] for name, values in by_seed.items()}
     return {name: mean_interval(values) for name, values in known.items() if values}
+
+
+def _unbiased(outcome: Outcome | None, difference: Difference | None) -> float | None:
+    """The unbiased difference of an arm that was not given up: there it is less precise than the mean by far."""
+    if not outcome or not difference or outcome.unbiased is None or outcome.stopped not in ("decided", "last"):
+        return None
+    return min(max(outcome.unbiased, difference.low), difference.high)
 
 
 def _one_setting(scores: Scores, arm: str, bounds: tuple[float, float] | None) -> Interval | None:

@@ -113,6 +113,17 @@ COLUMNS: tuple[Column, ...] = (
         "interval",
     ),
     Column(
+        "unbiased",
+        "unbiased",
+        lambda row: row.unbiased,
+        lambda row: "" if row.unbiased is None else f"{row.unbiased:+.3f}",
+        "answer",
+        float,
+        "The difference without the optimism of an early decision: as often too large as too small, and less precise.",
+        "%+.4f",
+        seldom=True,
+    ),
+    Column(
         "",
         "p",
         lambda row: row.difference.p if row.difference else None,

@@ -124,7 +124,7 @@ def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: 
     beats = "beats" if better else "is worse than"
     text = (
         f"{row.arm} {beats} {table.reference.called} on {table.task} by {_amount(difference.mean)} {table.metric} "
-        f"(p {format_p(difference.p)}, {_seeds(difference.n)})"
+        f"({_without_optimism(row, difference)}p {format_p(difference.p)}, {_seeds(difference.n)})"
     )
     elsewhere = [other for other in decided if other.row.arm == row.arm and other.table.task != table.task]
     also = _tasks([other for other in elsewhere if other.is_better == bool(better)])
@@ -218,6 +218,13 @@ def _clarity(comparison: Comparison) -> tuple[float, float]:
     difference = comparison.difference
     width = difference.high - difference.low
     return -difference.p, abs(difference.mean) / width if width else math.inf
+
+
+def _without_optimism(row: Row, difference: Difference) -> str:
+    """A clause on the unbiased difference of an arm, if it is smaller than the mean."""
+    if row.unbiased is None or abs(row.unbiased) >= abs(difference.mean):
+        return ""
+    return f"about {_amount(row.unbiased)} without the optimism of several looks, "
 
 
 def _amount(difference: float) -> str:

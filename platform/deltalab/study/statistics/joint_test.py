@@ -32,11 +32,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from deltalab.study.statistics.early_decision import Boundaries, Stop, futility, reach, unbiased
 from deltalab.study.statistics.pairs import Paired, Pairs
 
 ALPHA = 0.05
@@ -109,10 +109,13 @@ class Outcome:
     Attributes:
         difference: The arm's difference to the base.
         stopped: Why the arm stopped; None if it goes on.
+        unbiased: The difference without the optimism of an early decision, if the study has several looks. None for an
+            arm that goes on or equals the base, and without intervals.
     """
 
     difference: Difference
-    stopped: Literal["decided", "hopeless", "last"] | None
+    stopped: Stop | None
+    unbiased: float | None = None
 
 
 UNKNOWN = Difference(math.nan, math.nan, math.nan, math.nan, 0)
@@ -252,6 +255,7 @@ def follow(
     by_arm = _pairs(differences)
     family = _Family(by_arm, list(units or [0] * len(by_arm)), list(margins or [0.0] * len(by_arm)), intervals)
     outcomes = [Outcome(UNKNOWN, None)] * len(by_arm)
+    passed: list[list[Boundaries]] = [[] for _ in by_arm]
     for k, look in enumerate(looks):
         running = [j for j in range(len(by_arm)) if j not in family.stopped]
         if afterwards:
@@ -261,36 +265,27 @@ def follow(
         if not running or any(by_arm[j].seeds < look.seeds for j in running) or not look.seeds:
             break
         for j, difference in family.tested(running, looks[: k + 1]).items():
-            stopped: Literal["decided", "hopeless", "last"] | None = None
+            d, low, high = by_arm[j].head(look.seeds).differences, difference.low, difference.high
+            given_up = (math.inf, math.inf)
+            if look.spent < ALPHA and not afterwards:  # A look after a test that spent alpha asks for the seeds.
+                share = look.seeds / looks[-1].seeds
+                given_up = futility(d, difference.margin, share, ALPHA / len(by_arm), HOPELESS)
+            decided = difference.margin + reach(difference.mean, low, high)
+            passed[j].append(Boundaries(look.seeds, decided, given_up))
+            stopped: Stop | None = None
             if difference.is_beyond or difference.is_equal:
                 stopped = "decided"
             elif k == len(looks) - 1:
                 stopped = "last"
-            elif look.spent < ALPHA and not afterwards:  # A look after a test that spent alpha asks for the seeds.
-                prospect = _prospect(by_arm[j], look.seeds / looks[-1].seeds, len(by_arm), difference)
-                stopped = "hopeless" if prospect < HOPELESS else None
-            outcomes[j] = Outcome(difference, stopped)
+            elif given_up[0] <= abs(difference.mean) <= given_up[1]:
+                stopped = "hopeless"
+            estimate = None
+            if stopped and intervals and len(looks) > 1 and not difference.is_equal:
+                estimate = unbiased(d, passed[j], "last" if k == len(looks) - 1 else stopped, low, high)
+            outcomes[j] = Outcome(difference, stopped, estimate)
             if stopped:
                 family.stop(j, look.seeds)
     return outcomes
-
-
-def _prospect(pairs: Paired, t: float, arms: int, difference: Difference) -> float:
-    """The conditional power of an arm: the probability that it is decided at the last look if its trend continues.
-
-    It is Phi((z / sqrt(t) - z_end) / sqrt(1 - t)), with z the normal quantile of a t test at the share t of the seeds.
-    The test is whether |mean| is beyond the margin, or whether it is within: whichever has the better prospect.
-    """
-    from scipy.special import ndtr, ndtri, stdtr
-
-    d = pairs.head(difference.n).differences
-    spread = d.std(ddof=1) if len(d) > 1 else 0.0
-    beyond = abs(d.mean()) - difference.margin
-    if not spread:
-        return float(beyond != 0)
-    z = -ndtri(stdtr(len(d) - 1, -math.sqrt(len(d)) * abs(beyond) / spread))
-    sides = 2 if beyond > 0 or not difference.margin else 1
-    return float(ndtr((z / math.sqrt(t) + ndtri(ALPHA / (sides * arms))) / math.sqrt(1 - t)))
 
 
 def _pairs(differences: Sequence[ArrayLike | Paired]) -> list[Paired]:

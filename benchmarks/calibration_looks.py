@@ -1,0 +1,83 @@
+"""The part of benchmarks/calibration.py on differences that were decided early: their means, and the estimates beside.
+
+Every study goes through deltalab's own statistics.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltalab.study.statistics.joint_test import Outcome, follow, spread_looks
+
+Array = NDArray[np.float64]
+LOOKS = (6, 15)
+SIZES = (0.5, 0.75, 1.0, 1.25, 2.0)
+"""True differences, in standard deviations of a seed's score."""
+SHARES = {1: 5, 3: 18, 7: 18}
+"""By the number of arms, the factor by which there are fewer studies here: one of seven arms takes 0.3 s."""
+
+
+class Bench(Protocol):
+    """What the part uses of `calibration.Bench`."""
+
+    repeats: int
+
+
+def normal(random: np.random.Generator, arms: int) -> Array:
+    """Draws scores of the base and the arms, [1 + arms, seeds]."""
+    return random.normal(size=(1 + arms, LOOKS[1]))
+
+
+def skewed(random: np.random.Generator, arms: int) -> Array:
+    """Draws normal scores of the base, and exponential ones of the arms."""
+    return np.vstack([normal(random, 0), random.exponential(size=(arms, LOOKS[1])) - 1])
+
+
+SCORES: dict[str, Callable[[np.random.Generator, int], Array]] = {"normal": normal, "skewed": skewed}
+
+
+def early_decisions(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures how far means and estimates are from the truth, for arms that a look decided, gave up, or let go on.
+
+    One arm of each study differs from the base.
+    """
+    for (arms, share), (kind, (scores, draw)) in product(SHARES.items(), enumerate(SCORES.items())):
+        # A source of its own, so that the cells of the table can be computed apart.
+        random, studies = np.random.default_rng(100 + arms + 7 * kind), max(1, bench.repeats // share)
+        outcomes: dict[float, list[Outcome]] = {size: [] for size in SIZES}
+        for _ in range(studies):
+            for size, of_size in outcomes.items():
+                drawn = draw(random, arms)
+                drawn[1] += size
+                of_size.append(follow(list(drawn[1:] - drawn[0]), spread_looks(*LOOKS))[0])
+        for size, of_size in outcomes.items():
+            yield {"arms": arms, "scores": scores, "size": size, "studies": studies, **summary(of_size, size)}
+
+
+def summary(outcomes: Sequence[Outcome], size: float) -> dict[str, Any]:
+    """Summarizes means and estimates, each over the true difference, by what ended the arms."""
+    ends = np.array([end(outcome) for outcome in outcomes])
+    ratios = np.array([[outcome.difference.mean, outcome.unbiased] for outcome in outcomes], dtype=float) / size
+    groups: dict[str, Any] = {}
+    for group in ("early", "given_up", "last", "all"):
+        found = ratios[(ends == group) | (group == "all")]
+        groups[group] = {"share": len(found) / len(ratios)}
+        if len(found):
+            for name, column in zip(("mean", "unbiased"), found.T, strict=True):
+                groups[group][name] = {
+                    "average": float(column.mean()),
+                    "median": float(np.median(column)),
+                    "above": float((column > 1).mean()),
+                    "rmse": float(np.sqrt(((column - 1) ** 2).mean())),
+                }
+    return groups
+
+
+def end(outcome: Outcome) -> str:
+    """Returns what ended an arm: an early decision, want of prospect, or the last look."""
+    if outcome.difference.n == LOOKS[1]:
+        return "last"
+    return "early" if outcome.stopped == "decided" else "given_up"
