@@ -41,7 +41,7 @@ GOLDEN = """\
 | --- | --- | --- | --- | --- | --- | --- | --- |
 | base | 8 | 0.709 [0.696, 0.723] |  |  | base | 0.708 |  |
 | up | 8 | 0.730 [0.717, 0.742] | +0.020 [+0.017, +0.024] | 0.008 | better | 0.727 | +0.020 [+0.013, +0.027] |
-| noise | 8 | 0.709 [0.696, 0.723] | +0.000 [-0.004, +0.004] | 1.000 | no difference found at this budget | 0.708 \
+| noise | 8 | 0.709 [0.696, 0.723] | +0.000 [-0.004, +0.004] | 1.000 | undecided | 0.708 \
 | +0.000 [-0.007, +0.007] |
 
 - A normalized score is (score - chance) / (best - chance), where best is the best possible value of the task's \
@@ -122,7 +122,7 @@ def test_an_arm_that_lacks_a_task_is_not_compared(store: Store) -> None:
             record(store, study, arm, "text", LOSSES)
     found = report(store, study).headline
     assert found is not None
-    assert [row.verdict for row in found.rows] == ["base", "no difference found at this budget", "failed"]
+    assert [row.verdict for row in found.rows] == ["base", "undecided", "failed"]
     assert math.isnan(found.rows[2].score.mean)
     assert found.notes[-1] == "Not on every task yet, or failed: noise."
 
