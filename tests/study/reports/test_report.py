@@ -139,9 +139,8 @@ no_d 2 of 8 [0.03, 0.65], odd|b 8 of 8 [0.63, 1.00], iplr 6 of 8 [0.35, 0.97].
 - A seed's score is that on the test split at the last step. Means are over seeds, with a 95% t interval.
 - Differences are arm minus base, paired by seed. Intervals and p are of one exact sign-flip test over a task's arms \
 and hold jointly.
-- Better and worse mean that the interval lies beyond the margin, or beyond 0 without a margin. Equal means that two \
-one-sided tests at 0.05 find the difference smaller than the margin; equal or better, that the arm is not worse by the \
-margin.
+- Equal means that two one-sided tests at 0.05 find the difference smaller than the margin; better and worse, that the \
+interval leaves out 0, and by over the margin, the margin too; equal or better, that the arm is not worse by the margin.
 - Costs are those of the tuned candidate: time per trained token, elements of state, parameters.
 - Whole study: if no arm differed from the base, at most 5% of such studies would find a difference.
 - More seeds are a further look at the same arms, which may err in 0.0056 of studies: the numbers of seeds that arms \
@@ -268,29 +267,33 @@ def test_lower_is_better_where_the_task_says_so(store: Store) -> None:
 
 EVEN = [0.01, -0.01, 0.02, -0.02, 0.01, -0.01, 0.0, 0.0]
 """What an arm adds to the base's seeds, with mean 0."""
-SHIFTS = {"up": 0.1, "rather up": 0.035, "even": 0.0, "rather down": -0.035, "down": -0.1}
+SHIFTS = {
+    "up": (0.1, 1), "little": (0.035, 1), "some": (0.03, 4), "even": (0.0, 1), "less": (-0.03, 4), "down": (-0.1, 1),
+    "wide": (0.0, 10),
+}  # fmt: skip
+"""The shift of an arm, and how often it adds `EVEN`."""
 
 
 @pytest.mark.parametrize("maximize", [True, False])
 def test_a_verdict_says_on_which_side_of_the_margins_the_interval_lies(store: Store, maximize: bool) -> None:
     task = {**TASKS["mqar"], "maximize": maximize, "margin": 0.04, "bounds": None}
-    arms = {"base": {}, **{name: {"x": [0, shift]} for name, shift in SHIFTS.items()}, "wide": {"x": [0, 9]}}
+    arms: dict[str, dict[str, Any]] = {"base": {}, **{name: {"x": [0, name]} for name in SHIFTS}}
     lab = Lab(store, arms, {"mqar": task})
     lab.record("base", BASE)
-    for name, shift in SHIFTS.items():
-        lab.record(name, [x + e + shift for x, e in zip(BASE, EVEN, strict=True)])
-    lab.record("wide", [x + 10 * e for x, e in zip(BASE, EVEN, strict=True)])
+    for name, (shift, factor) in SHIFTS.items():
+        lab.record(name, [x + factor * e + shift for x, e in zip(BASE, EVEN, strict=True)])
     store.finish_study(lab.id, "done")
     found = report(store, lab.id)
     up, down = ("better", "worse") if maximize else ("worse", "better")
-    verdicts = [up, f"equal or {up}", "equal", f"equal or {down}", down, "undecided"]
+    verdicts = [up, up, f"equal or {up}", "equal", f"equal or {down}", down, "undecided"]
     assert [row.verdict for row in found.tables[0].rows[1:]] == verdicts
-    assert verdict_counts(found) == {"better": 1, "worse": 1, "equal": 1, "undecided": 3}
-    assert sentence(found).endswith(
-        "; even equals the base within 0.04 accuracy on mqar; 3 of 6 comparisons are undecided."
-    )
+    assert verdict_counts(found) == {"better": 1 + maximize, "worse": 2 - maximize, "equal": 1, "undecided": 3}
+    end = "; even equals the base within 0.04 accuracy on mqar; 3 of 7 comparisons are undecided."
+    assert sentence(found).endswith(end)
     assert "chance 0.0156, margin 0.04" in found.to_markdown()
-    assert "equal or better: needs" in short_verdict(rows(found)["rather up" if maximize else "rather down"])
+    shown = {name: short_verdict(row) for name, row in rows(found).items()}
+    assert (shown["up"], shown["little"]) == (f"{up} by over 0.04", up)
+    assert shown["some" if maximize else "less"].startswith("equal or better: needs")
 
 
 def test_a_ceiling_is_equal_and_not_worse(store: Store) -> None:

@@ -82,11 +82,13 @@ def test_more_nodes_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prospect(d: Array, margin: float, share: float) -> float:
-    """The formula of conditional power."""
-    beyond = abs(d.mean()) - margin
-    z = -ndtri(stdtr(len(d) - 1, -math.sqrt(len(d)) * abs(beyond) / d.std(ddof=1)))
-    end = -ndtri(ALPHA / 3 / (2 if beyond > 0 else 1))
-    return float(ndtr((z / math.sqrt(share) - end) / math.sqrt(1 - share)))
+    """The formula of conditional power, of the better of two prospects: to differ from 0, or to be equal."""
+
+    def power(off: float, level: float) -> float:
+        z = -ndtri(stdtr(len(d) - 1, -math.sqrt(len(d)) * off / d.std(ddof=1)))
+        return float(ndtr((z / math.sqrt(share) + ndtri(level)) / math.sqrt(1 - share)))
+
+    return max(power(abs(d.mean()), ALPHA / 6), power(margin - abs(d.mean()), ALPHA / 3))
 
 
 @pytest.mark.parametrize(("seeds", "margin"), [(6, 0.0), (8, 0.3), (11, 0.0)])

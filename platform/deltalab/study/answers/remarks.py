@@ -343,9 +343,9 @@ def answer_notes(
         f"{score} Means are over seeds, with a 95% t interval.",
         f"Differences are arm minus {against or 'base'}, paired by seed. Intervals and p are of one exact sign-flip "
         f"test over {family} arms and hold jointly.",
-        "Better and worse mean that the interval lies beyond the margin, or beyond 0 without a margin. Equal means "
-        f"that two one-sided tests at {ALPHA} find the difference smaller than the margin; equal or better, that the "
-        "arm is not worse by the margin.",
+        f"Equal means that two one-sided tests at {ALPHA} find the difference smaller than the margin; better and "
+        "worse, that the interval leaves out 0, and by over the margin, the margin too; equal or better, that the arm "
+        "is not worse by the margin.",
         *(
             [
                 "Further metrics are means over the seeds that have them, weighted as the score is, with a 95% t "

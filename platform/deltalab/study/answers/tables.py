@@ -225,7 +225,7 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
     needed = None
     if difference is not None and difference.n:
         by_seed = scores.by_seed(arm.name, difference.n)
-        if not (difference.is_beyond or difference.is_equal):
+        if not (difference.decided or difference.is_equal):
             needed = seeds_to_decide(
                 list(by_seed.values()), len(scores.others), margin=task.margin, alpha=left_error(ledger.looks)
             )
@@ -328,10 +328,10 @@ def _verdict(
         return "base" if arm.is_base else "reference"
     if difference is None or not difference.n:
         return "not compared"
-    if difference.is_beyond:
-        return "better" if (difference.mean > 0) == maximize else "worse"
     if difference.is_equal:
         return "equal"
+    if difference.decided:
+        return "better" if (difference.mean > 0) == maximize else "worse"
     if smallest_p(difference.n) > ALPHA:
         return f"undecidable: needs {seeds_needed()} seeds"
     up, down = ("better", "worse") if maximize else ("worse", "better")

@@ -2,6 +2,7 @@
 
 import math
 
+from deltalab.study.answers.rows import Row
 from deltalab.study.statistics.intervals import Interval
 from deltalab.study.statistics.joint_test import Difference
 
@@ -28,6 +29,12 @@ def format_metric(interval: Interval) -> str:
     """
     mean, low, high = (f"{x:#.4g}".rstrip(".") for x in (interval.mean, interval.low, interval.high))
     return f"{mean} [{low}, {high}]" if math.isfinite(interval.low) else mean
+
+
+def verdict_text(row: Row) -> str:
+    """Returns a row's verdict; "better by over 0.05" if the interval lies beyond a margin of 0.05, too."""
+    margin = row.difference.margin if row.difference and row.difference.is_beyond else 0.0
+    return f"{row.verdict} by over {margin:g}" if margin else row.verdict
 
 
 def format_p(p: float | None) -> str:

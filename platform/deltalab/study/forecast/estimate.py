@@ -69,7 +69,7 @@ class Effect:
     Attributes:
         task: The task's name in the plan.
         metric: The task's metric.
-        effect: The difference in the metric that the study finds, beyond the margin, with 80% probability.
+        effect: The difference in the metric that the study finds with 80% probability.
         margin: The least difference that matters.
         equal_seeds: About how many seeds find arms equal that are alike, with 80% probability; None without a margin.
         sd: The standard deviation of a seed's score.
@@ -260,7 +260,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             Effect(
                 spread.task,
                 spread.metric,
-                effect * spread.sd + margin,
+                effect * spread.sd,
                 margin,
                 seeds_to_equal(spread.sd, margin, tested) if margin else None,
                 spread.sd,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deltalab.study.answers.rows import Row, TaskTable
-from deltalab.study.answers.wording import format_interval, format_p
+from deltalab.study.answers.wording import format_interval, format_p, verdict_text
 from deltalab.study.specs.setting_text import settings_text
 from deltalab.study.statistics.intervals import Interval, Share
 from deltalab.study.statistics.joint_test import Difference
@@ -137,7 +137,7 @@ COLUMNS: tuple[Column, ...] = (
         "verdict",
         "verdict",
         lambda row: row.verdict,
-        lambda row: row.verdict,
+        verdict_text,
         "answer",
         help="What the test says: better, worse or equal by the margin, or what it leaves open.",
     ),

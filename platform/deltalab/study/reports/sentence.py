@@ -7,7 +7,7 @@ from typing import NamedTuple
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import Row, TaskTable
-from deltalab.study.answers.wording import format_p
+from deltalab.study.answers.wording import format_p, verdict_text
 from deltalab.study.statistics.joint_test import ALPHA, Difference, seeds_needed, smallest_p
 
 DECIDED = ("better", "worse", "equal")
@@ -55,7 +55,7 @@ def short_verdict(row: Row) -> str:
     """
     difference = row.difference
     if difference is None or not difference.n or row.verdict in DECIDED:
-        return row.verdict
+        return verdict_text(row)
     if smallest_p(difference.n) > ALPHA:
         return f"undecidable: needs {_seeds(row.seeds_needed or seeds_needed())}"
     return f"{row.verdict}: needs {_seeds(row.seeds_needed)}" if row.seeds_needed else f"{row.verdict}: no difference"

@@ -84,7 +84,7 @@ def futility(d: Array, margin: float, share: float, level: float, least: float) 
 
         Phi((z / sqrt(share) - z_end) / sqrt(1 - share))
 
-    The test is whether |mean| is beyond the margin, which is a test for each sign, or whether it is within.
+    The test is whether the mean differs from 0, to either side, or whether it is within the margin.
 
     Args:
         d: The differences so far, [n].
@@ -96,11 +96,11 @@ def futility(d: Array, margin: float, share: float, level: float, least: float) 
     from scipy.special import ndtr, ndtri, stdtrit  # Imported here: plans need no SciPy.
 
     def off(level: float) -> float:
-        """How far |mean| is off the margin where the prospect is the least."""
+        """How far |mean| is off 0, or off the margin, where the prospect is the least."""
         z = math.sqrt(share) * (math.sqrt(1 - share) * ndtri(least) - ndtri(level))
         return float(-stdtrit(len(d) - 1, ndtr(-z)) * d.std(ddof=1) / math.sqrt(len(d)))
 
-    return margin - off(level), margin + off(level / 2)
+    return margin - off(level), off(level / 2)
 
 
 def unbiased(d: Array, looks: Sequence[Boundaries], stop: Stop, low: float, high: float) -> float:

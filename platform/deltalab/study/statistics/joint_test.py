@@ -169,11 +169,11 @@ def seeds_to_decide(
 ) -> int | None:
     """Estimates how many seeds would decide an arm's difference.
 
-        n = ((z + z_power) sd / ||mean| - margin|)^2 + z^2 / 2
+        n = ((z + z_power) sd / e)^2 + z^2 / 2
 
-    This is a t test with Bonferroni's correction: z = z_{1 - alpha / 2m} for m arms if |mean| is beyond the margin, and
-    z_{1 - alpha / m} to find it equal. The number is a guide, since the formula takes the mean and the standard
-    deviation of the differences so far for the true ones.
+    This is a t test with Bonferroni's correction for m arms: e = |mean| and z = z_{1 - alpha / 2m} to tell it from 0,
+    or e = margin - |mean| and z = z_{1 - alpha / m} to find it equal, whichever takes fewer seeds. The number is a
+    guide, since the formula takes the mean and the standard deviation of the differences so far for the true ones.
 
     Args:
         differences: The differences d [n] of one arm, which is not decided so far.
@@ -183,8 +183,8 @@ def seeds_to_decide(
         alpha: The error of the test that decides.
 
     Returns:
-        The number of seeds, at least one more than there are; None if the mean is the margin or the seeds are fewer
-        than two.
+        The number of seeds, at least one more than there are; None if the seeds agree on 0, without a margin, or are
+        fewer than two.
 
     Examples:
         >>> seeds_to_decide([0.1, -0.1, 0.2, 0.0, 0.1, 0.0], arms=1), seeds_to_decide([0.0, 0.0, 0.0], arms=1)
@@ -196,12 +196,16 @@ def seeds_to_decide(
     from scipy import stats
 
     d = np.asarray(differences, dtype=float)
-    if len(d) < 2 or abs(d.mean()) == margin:
+    off = abs(float(d.mean())) if len(d) else 0.0
+    effects = [(e, sides) for e, sides in ((off, 2), (margin - off, 1)) if e > 0]
+    if len(d) < 2 or not effects:
         return None
-    sides = 2 if abs(d.mean()) > margin else 1
-    z = float(stats.norm.ppf(1 - alpha / (sides * max(arms, 1))))
-    effect = float(d.std(ddof=1) / abs(abs(d.mean()) - margin))
-    n = math.ceil(((z + float(stats.norm.ppf(power))) * effect) ** 2 + z**2 / 2)
+    z_power, sd = float(stats.norm.ppf(power)), float(d.std(ddof=1))
+    needed = []
+    for effect, sides in effects:
+        z = float(stats.norm.ppf(1 - alpha / (sides * max(arms, 1))))
+        needed.append(math.ceil(((z + z_power) * sd / effect) ** 2 + z**2 / 2))
+    n = min(needed)
     return max(n, len(d) + 1, seeds_needed(alpha))
 
 
@@ -270,10 +274,9 @@ def follow(
             if look.spent < ALPHA and not afterwards:  # A look after a test that spent alpha asks for the seeds.
                 share = look.seeds / looks[-1].seeds
                 given_up = futility(d, difference.margin, share, ALPHA / len(by_arm), HOPELESS)
-            decided = difference.margin + reach(difference.mean, low, high)
-            passed[j].append(Boundaries(look.seeds, decided, given_up))
+            passed[j].append(Boundaries(look.seeds, reach(difference.mean, low, high), given_up))
             stopped: Stop | None = None
-            if difference.is_beyond or difference.is_equal:
+            if difference.decided or difference.is_equal:
                 stopped = "decided"
             elif k == len(looks) - 1:
                 stopped = "last"
