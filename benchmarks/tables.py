@@ -518,6 +518,21 @@ def calibration_of_power_over_tasks() -> list[str]:
     return table(["mean / IQM / some task", "tasks, seeds", "better on all tasks", "worse on one task"], rows)
 
 
+def calibration_of_early_decisions() -> list[str]:
+    """Lists how far means and unbiased differences are from the truth after an early decision, and for all arms."""
+    names = ("mean", "unbiased")
+    rows = []
+    for row in load("calibration")["early_decisions"]:
+        early = row["early"]
+        cells = [f"{early['share']:.2f}", *(f"{early[name]['average'] - 1:+.0%}" for name in names)]
+        for group, figure in (("early", "median"), ("early", "above"), ("early", "rmse"), ("all", "above")):
+            cells.append(" / ".join(f"{row[group][name][figure]:.2f}" for name in names))
+        rows.append([str(row["arms"]), row["scores"], f"{row['size']:g} sd", *cells])
+    header = ["arms", "scores", "true difference", "decided early", "mean off by", "unbiased off by"]
+    header += ["median / truth", "above the truth", "rms error / truth", "all arms, above the truth"]
+    return table(header, rows)
+
+
 def calibration_of_ladders() -> list[str]:
     """Lists how often the intervals of a ladder hold the truth."""
     shares = ("bootstrap", "agrees", "predicted", "measured", "a", "b", "c")
@@ -570,6 +585,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         calibration_of_constants,
         calibration_by_distribution,
         calibration_of_looks,
+        calibration_of_early_decisions,
         calibration_over_tasks,
         calibration_of_power_over_tasks,
         calibration_of_ladders,

@@ -450,6 +450,50 @@ def test_an_arm_keeps_the_seeds_at_which_it_stopped(store: Store) -> None:
     assert found["on"].difference.n == 10
 
 
+def two_arms(store: Store, by: float, **spec: Any) -> Report:
+    """A study of an arm that is better by so much, with noise, and of one that hardly differs."""
+    lab = Lab(store, {"base": {}, "told": {"x": 1}, "idle": {"x": 2}}, {"mqar": TASKS["mqar"]}, **spec)
+    noise = [0.02, -0.03, 0.05, 0.01, -0.02, 0.04, -0.04, -0.01]
+    lab.record("base", [0.5] * 8)
+    lab.record("told", [0.5 + by + x for x in noise])
+    lab.record("idle", [0.5 + 2 * x for x in reversed(noise)])
+    store.finish_study(lab.id, "done")
+    return report(store, lab.id)
+
+
+@pytest.mark.parametrize(("by", "keeps"), [(0.05, 0.8), (0.3, 1.0)])
+def test_a_difference_that_was_decided_early_has_an_unbiased_one_beside_it(
+    store: Store, by: float, keeps: float
+) -> None:
+    """Looks at 8, 10, 12 and 15 seeds. The first decides one arm, narrowly or not, and gives up the other."""
+    found = two_arms(store, by, seeds={"at_least": 8, "at_most": 15})
+    row = rows(found)["told"]
+    assert row.difference is not None
+    assert (row.verdict, row.difference.n) == ("better", 8)
+    assert row.unbiased is not None
+    assert row.difference.low <= row.unbiased
+    assert row.unbiased / row.difference.mean == pytest.approx(keeps, abs=0.2 if keeps < 1 else 0.01)
+    assert [rows(found)[arm].unbiased for arm in ("base", "idle")] == [None, None]
+    clause = f"(about {row.unbiased:.3g} without the optimism of several looks, p "
+    assert (clause in sentence(found)) == (keeps < 1)
+    assert any(note.startswith("Unbiased: ") for note in found.tables[0].notes)
+    heads = {column.head: column for column in columns(found.tables[0], "name", "answer")}
+    assert heads["unbiased"].text(row) == f"{row.unbiased:+.3f}"
+    assert f"| {row.unbiased:+.3f} |" in found.to_markdown()
+    assert [line["unbiased"] for line in csv.DictReader(io.StringIO(found.to_csv()))] == ["", str(row.unbiased), ""]
+    frame = found.to_frame()
+    assert (str(frame["unbiased"].dtype), frame["unbiased"][1]) == ("float64", row.unbiased)
+
+
+def test_a_study_of_one_look_shows_its_means_alone(store: Store) -> None:
+    found = two_arms(store, 0.05, seeds=8)
+    assert rows(found)["told"].verdict == "better"
+    assert all(row.unbiased is None for row in found.tables[0].rows)
+    assert "unbiased" not in [column.head for column in columns(found.tables[0])]
+    assert "optimism" not in sentence(found)
+    assert not any(note.startswith("Unbiased: ") for note in found.tables[0].notes)
+
+
 def test_seeds_whose_trial_raised_are_none_of_the_arms(store: Store) -> None:
     """A candidate that raised at the second look: it is no fault of the arm's."""
     lab = Lab(store, {"base": {}, "A": {"x": [0, 1]}}, {"mqar": TASKS["mqar"]}, seeds={"at_least": 6, "at_most": 8})

@@ -14,6 +14,8 @@ DECIDED = ("better", "worse", "equal")
 """The verdicts that leave nothing open."""
 MOST_SEEDS = 1000
 """An arm that would need more seeds is said to need "over 1,000", since the difference is next to nothing."""
+CLEARLY_SMALLER = 0.9
+"""The largest share of the mean at which an unbiased difference is told of."""
 BEGINNINGS = {
     "running": "So far, while the study runs: ",
     "interrupted": "Interrupted, so verdicts may change: ",
@@ -221,8 +223,8 @@ def _clarity(comparison: Comparison) -> tuple[float, float]:
 
 
 def _without_optimism(row: Row, difference: Difference) -> str:
-    """A clause on the unbiased difference of an arm, if it is smaller than the mean."""
-    if row.unbiased is None or abs(row.unbiased) >= abs(difference.mean):
+    """A clause on the unbiased difference of an arm, if it is clearly smaller than the mean."""
+    if row.unbiased is None or abs(row.unbiased) > CLEARLY_SMALLER * abs(difference.mean):
         return ""
     return f"about {_amount(row.unbiased)} without the optimism of several looks, "
 
