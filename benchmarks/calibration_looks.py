@@ -40,7 +40,7 @@ SCORES: dict[str, Callable[[np.random.Generator, int], Array]] = {"normal": norm
 
 
 def early_decisions(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measures how far means and estimates are from the truth, for arms that a look decided, gave up, or let go on.
+    """Measures how far means and estimates are from the truth, for arms that were decided early, given up, or ended.
 
     One arm of each study differs from the base.
     """
@@ -59,25 +59,27 @@ def early_decisions(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def summary(outcomes: Sequence[Outcome], size: float) -> dict[str, Any]:
     """Summarizes means and estimates, each over the true difference, by what ended the arms."""
-    ends = np.array([end(outcome) for outcome in outcomes])
-    ratios = np.array([[outcome.difference.mean, outcome.unbiased] for outcome in outcomes], dtype=float) / size
+    ended: dict[str, list[Outcome]] = {"early": [], "given_up": [], "last": [], "not_given_up": []}
+    for outcome in outcomes:
+        last = outcome.difference.n == LOOKS[1]
+        ended["last" if last else "early" if outcome.stopped == "decided" else "given_up"].append(outcome)
+    ended["not_given_up"] = ended["early"] + ended["last"]
     groups: dict[str, Any] = {}
-    for group in ("early", "given_up", "last", "all"):
-        found = ratios[(ends == group) | (group == "all")]
-        groups[group] = {"share": len(found) / len(ratios)}
-        if len(found):
-            for name, column in zip(("mean", "unbiased"), found.T, strict=True):
-                groups[group][name] = {
-                    "average": float(column.mean()),
-                    "median": float(np.median(column)),
-                    "above": float((column > 1).mean()),
-                    "rmse": float(np.sqrt(((column - 1) ** 2).mean())),
-                }
+    for group, found in ended.items():
+        groups[group] = {"share": len(found) / len(outcomes)}
+        if found:
+            groups[group]["mean"] = errors([outcome.difference.mean / size for outcome in found])
+        if found and group != "given_up":
+            groups[group]["unbiased"] = errors([of.unbiased / size for of in found if of.unbiased is not None])
     return groups
 
 
-def end(outcome: Outcome) -> str:
-    """Returns what ended an arm: an early decision, want of prospect, or the last look."""
-    if outcome.difference.n == LOOKS[1]:
-        return "last"
-    return "early" if outcome.stopped == "decided" else "given_up"
+def errors(ratios: Sequence[float]) -> dict[str, float]:
+    """Returns how estimates over the truth are distributed."""
+    of = np.array(ratios)
+    return {
+        "average": float(of.mean()),
+        "median": float(np.median(of)),
+        "above": float((of > 1).mean()),
+        "rmse": float(np.sqrt(((of - 1) ** 2).mean())),
+    }

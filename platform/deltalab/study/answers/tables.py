@@ -285,8 +285,8 @@ def _other_metrics(arm: str, task: RecordedTask, ledger: RecordedScores, scores:
 
 
 def _unbiased(outcome: Outcome | None, difference: Difference | None) -> float | None:
-    """The unbiased difference of an arm that was not given up: there it is less precise than the mean by far."""
-    if not outcome or not difference or outcome.unbiased is None or outcome.stopped not in ("decided", "last"):
+    """The unbiased difference, cut off at the ends of the interval."""
+    if not outcome or not difference or outcome.unbiased is None:
         return None
     return min(max(outcome.unbiased, difference.low), difference.high)
 

@@ -1,13 +1,12 @@
 """Estimates the difference of an arm without the optimism of an early decision.
 
-A look decides an arm whose mean difference is large so far, and gives up one whose mean is small. So the means of arms
-that were decided early tend to be too large, and the means of those that were given up too small. The estimate here
-takes into account at which look an arm stopped, and why. It is the true difference delta with which
+A look decides an arm whose mean difference is large so far, so that the means of arms that were decided early tend to
+be too large. The estimate here takes into account which look decided an arm. It is the true difference delta with which
 
-    P(mean > observed mean | the same look stops the arm, for the same reason; delta) = 1/2
+    P(mean > observed mean | the same look decides the arm; delta) = 1/2
 
-so that half of the estimates are above the truth, among the arms of each kind of stop (conditional median-unbiased). An
-arm that a single look tests has its mean. An arm that was nearly left undecided has next to nothing.
+so that half of the estimates of each look are above the truth (conditional median-unbiased). The last look counts as
+deciding every arm. If it is the only one, the estimate is the mean. An arm that was barely decided has next to nothing.
 
 The probability is that of normal differences whose variance is that of Student's t for the sd s of the n differences,
 s^2 (n - 1) / (n - 3). The means at the looks are a random walk, whose density is integrated from look to look
@@ -15,26 +14,21 @@ s^2 (n - 1) / (n - 3). The means at the looks are a random walk, whose density i
 mean been other by so much that its interval left out 0, the look would have decided the arm.
 
 References:
-    Troendle and Yu 1999, doi:10.1080/03610929908832412, on estimates given the look at which a trial stopped.
+    Troendle and Yu 1999, Communications in Statistics 28, on estimates given the look at which a trial stopped.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Stop = Literal["decided", "hopeless", "last"]
-"""Why an arm stopped: decided, given up for want of prospect, or undecided at the last look."""
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(80)
 """The nodes and weights of the integral over a range of means."""
 FARTHEST = 20.0
 """How many standard errors off the observed mean the integrals end."""
-WIDEST = 3.0
-"""How many standard deviations an estimate is off the mean at most, if the arm has no interval."""
 HALVINGS = 40
 """How often the range of possible estimates is halved."""
 _DUST = 1e-12
@@ -47,7 +41,7 @@ class Boundaries:
 
     Attributes:
         seeds: The number of seeds.
-        decided: The |mean| from which on the look decides the arm.
+        decided: The |mean| from which on the look decides the arm; 0 at the last look, which stops every arm.
         given_up: The least and the largest |mean| with which it gives up an arm that it does not decide; infinite if it
             gives up none.
     """
@@ -55,20 +49,6 @@ class Boundaries:
     seeds: int
     decided: float
     given_up: tuple[float, float]
-
-    def going_on(self) -> list[tuple[float, float]]:
-        """Returns the ranges of means with which an arm goes on."""
-        least, largest = self.given_up
-        return _both_signs((0.0, min(least, self.decided)), (max(least, largest), self.decided))
-
-    def stopping(self, stop: Stop) -> list[tuple[float, float]]:
-        """Returns the ranges of means that stop an arm for a reason."""
-        if stop == "last":
-            return [(-math.inf, math.inf)]
-        if stop == "decided":
-            return _both_signs((self.decided, math.inf))
-        least, largest = self.given_up
-        return _both_signs((max(least, 0.0), min(largest, self.decided)))
 
 
 def reach(mean: float, low: float, high: float) -> float:
@@ -103,14 +83,13 @@ def futility(d: Array, margin: float, share: float, level: float, least: float) 
     return margin - off(level), off(level / 2)
 
 
-def unbiased(d: Array, looks: Sequence[Boundaries], stop: Stop, low: float, high: float) -> float:
-    """Estimates the difference of an arm that stopped.
+def unbiased(d: Array, looks: Sequence[Boundaries], low: float, high: float) -> float:
+    """Estimates the difference of an arm that a look decided, or that the last look stopped.
 
     Args:
-        d: The differences at the look that stopped the arm, [n].
+        d: The differences at that look, [n].
         looks: The boundaries of the looks up to that one.
-        stop: Why the arm stopped. It is "last" for every arm that the last look tests, as it stops whatever it finds.
-        low: The lower end of the interval; minus infinity if there is none.
+        low: The lower end of the interval.
         high: The upper end. An estimate beyond an end is the end.
 
     Returns:
@@ -120,9 +99,7 @@ def unbiased(d: Array, looks: Sequence[Boundaries], stop: Stop, low: float, high
     if sd <= _DUST * abs(mean):
         return mean
     variance = sd**2 * (n - 1) / max(n - 3, 1)
-    means, shares = _final_means(mean, math.sqrt(variance), looks, stop)
-    if not math.isfinite(low):
-        low, high = mean - WIDEST * sd, mean + WIDEST * sd
+    means, shares = _final_means(mean, math.sqrt(variance), looks)
     larger = means > mean
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -136,23 +113,24 @@ def unbiased(d: Array, looks: Sequence[Boundaries], stop: Stop, low: float, high
     return (low + high) / 2
 
 
-def _final_means(mean: float, sd: float, looks: Sequence[Boundaries], stop: Stop) -> tuple[Array, Array]:
-    """Integrates the density of the means that stop an arm if the observed mean is the true difference.
+def _final_means(mean: float, sd: float, looks: Sequence[Boundaries]) -> tuple[Array, Array]:
+    """Integrates the density of the means that the last of the looks decides if the observed mean is the truth.
 
     Args:
         mean: The observed mean.
         sd: The standard deviation of a difference.
         looks: The boundaries of the looks so far.
-        stop: Why the last of them stopped the arm.
 
     Returns:
         The means, and the share of each in the integral, up to a factor.
     """
     at, shares, before = np.zeros(1), np.ones(1), 0
     for look in looks:
-        ranges = look.going_on() if look is not looks[-1] else look.stopping(stop)
-        ranges = [part for low, high in ranges for part in ((low, min(high, mean)), (max(low, mean), high))]
-        means, weights = _nodes(ranges, mean, FARTHEST * sd / math.sqrt(look.seeds))
+        least, largest = look.given_up
+        sizes = [(0.0, min(least, look.decided)), (max(least, largest), look.decided)]  # with which an arm goes on
+        if look is looks[-1]:
+            sizes = [(look.decided, abs(mean)), (max(look.decided, abs(mean)), math.inf)]
+        means, weights = _nodes(sizes, mean, FARTHEST * sd / math.sqrt(look.seeds))
         added = look.seeds - before
         expected = (before * at + added * mean) / look.seeds
         off = (means[:, None] - expected) * look.seeds / (sd * math.sqrt(added))
@@ -160,13 +138,9 @@ def _final_means(mean: float, sd: float, looks: Sequence[Boundaries], stop: Stop
     return at, shares
 
 
-def _nodes(ranges: Sequence[tuple[float, float]], centre: float, widest: float) -> tuple[Array, Array]:
-    """The nodes and weights of an integral over ranges, at most `widest` off the centre."""
+def _nodes(sizes: Sequence[tuple[float, float]], centre: float, widest: float) -> tuple[Array, Array]:
+    """The nodes and weights of an integral over ranges of the size of a mean, at most `widest` off the centre."""
+    ranges = [part for low, high in sizes if low < high for part in ((-high, -low), (low, high))]
     ends = [(max(low, centre - widest), min(high, centre + widest)) for low, high in ranges]
     halves = np.array([[(high + low) / 2, (high - low) / 2] for low, high in ends if low < high]).reshape(-1, 2)
     return (halves[:, :1] + halves[:, 1:] * NODES).ravel(), (halves[:, 1:] * WEIGHTS).ravel()
-
-
-def _both_signs(*ranges: tuple[float, float]) -> list[tuple[float, float]]:
-    """The ranges [low, high] of |mean| that are not empty, as ranges of the mean."""
-    return [part for low, high in ranges if low < high for part in ((-high, -low), (low, high))]

@@ -32,11 +32,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deltalab.study.statistics.early_decision import Boundaries, Stop, futility, reach, unbiased
+from deltalab.study.statistics.early_decision import Boundaries, futility, reach, unbiased
 from deltalab.study.statistics.pairs import Paired, Pairs
 
 ALPHA = 0.05
@@ -109,12 +110,12 @@ class Outcome:
     Attributes:
         difference: The arm's difference to the base.
         stopped: Why the arm stopped; None if it goes on.
-        unbiased: The difference without the optimism of an early decision, if the study has several looks. None for an
-            arm that goes on or equals the base, and without intervals.
+        unbiased: The difference without the optimism of an early decision, if there are several looks. None for an arm
+            that goes on, was given up, equals the base or has no interval, and where another comparison stopped arms.
     """
 
     difference: Difference
-    stopped: Stop | None
+    stopped: Literal["decided", "hopeless", "last"] | None
     unbiased: float | None = None
 
 
@@ -274,7 +275,8 @@ def follow(
             if look.spent < ALPHA and not afterwards:  # A look after a test that spent alpha asks for the seeds.
                 share = look.seeds / looks[-1].seeds
                 given_up = futility(d, difference.margin, share, ALPHA / len(by_arm), HOPELESS)
-            passed[j].append(Boundaries(look.seeds, reach(difference.mean, low, high), given_up))
+            decided = reach(difference.mean, low, high) if k < len(looks) - 1 else 0.0
+            passed[j].append(Boundaries(look.seeds, decided, given_up))
             stopped: Stop | None = None
             if difference.decided or difference.is_equal:
                 stopped = "decided"
@@ -283,8 +285,8 @@ def follow(
             elif given_up[0] <= abs(difference.mean) <= given_up[1]:
                 stopped = "hopeless"
             estimate = None
-            if stopped and intervals and len(looks) > 1 and not difference.is_equal:
-                estimate = unbiased(d, passed[j], "last" if k == len(looks) - 1 else stopped, low, high)
+            if stopped in ("decided", "last") and len(looks) > 1 and intervals and not afterwards:
+                estimate = unbiased(d, passed[j], low, high) if math.isfinite(low) and not difference.is_equal else None
             outcomes[j] = Outcome(difference, stopped, estimate)
             if stopped:
                 family.stop(j, look.seeds)
