@@ -277,7 +277,7 @@ def follow(
                 given_up = futility(d, difference.margin, share, ALPHA / len(by_arm), HOPELESS)
             decided = reach(difference.mean, low, high) if k < len(looks) - 1 else 0.0
             passed[j].append(Boundaries(look.seeds, decided, given_up))
-            stopped: Stop | None = None
+            stopped: Literal["decided", "hopeless", "last"] | None = None
             if difference.decided or difference.is_equal:
                 stopped = "decided"
             elif k == len(looks) - 1:
