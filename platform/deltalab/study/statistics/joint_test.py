@@ -111,7 +111,7 @@ class Outcome:
         difference: The arm's difference to the base.
         stopped: Why the arm stopped; None if it goes on.
         unbiased: The difference without the optimism of an early decision, if there are several looks. None for an arm
-            that goes on, was given up, equals the base or has no interval, and where another comparison stopped arms.
+            that goes on, was given up, equals the base or has no interval.
     """
 
     difference: Difference
@@ -285,7 +285,7 @@ def follow(
             elif given_up[0] <= abs(difference.mean) <= given_up[1]:
                 stopped = "hopeless"
             estimate = None
-            if stopped in ("decided", "last") and len(looks) > 1 and intervals and not afterwards:
+            if stopped in ("decided", "last") and len(looks) > 1 and intervals:
                 estimate = unbiased(d, passed[j], low, high) if math.isfinite(low) and not difference.is_equal else None
             outcomes[j] = Outcome(difference, stopped, estimate)
             if stopped:
