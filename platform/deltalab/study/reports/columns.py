@@ -159,7 +159,8 @@ COLUMNS: tuple[Column, ...] = (
         lambda row: format_interval(row.iqm_difference, "+") if row.iqm_difference else "",
         "answer",
         Difference,
-        "IQM of the arm minus that of the base. Its intervals hold jointly over the arms, apart from the others.",
+        "IQM of the arm minus that of the base, or of the reference in its place. "
+        "Its intervals hold jointly over the arms, apart from the others.",
         "%+.4f",
         "interval of the IQM difference",
         seldom=True,
