@@ -12,7 +12,7 @@ from tests.support.ledgers import BASE, BOUNDED, TASKS, begin, record
 
 from deltalab.store import Store
 from deltalab.study.reports.report import Report, report
-from deltalab.study.reports.sentence import sentence
+from deltalab.study.reports.sentence import sentence, short_verdict
 
 CHANGES: dict[str, Any] = {"base": {}, "up": {"x": [1, 2]}, "noise": {"x": [1, 3]}}
 SIZES = {f"mqar.d_model={size}": BOUNDED["mqar"] for size in (8, 16)}
@@ -110,6 +110,14 @@ def test_it_counts_the_seeds_of_the_first_look(store: Store) -> None:
     assert (up.score.n, up.difference.n, list(up.by_seed)) == (6, 6, [1, 2, 3, 4, 5, 6])
     assert up.verdict == "better"
     assert any(note.startswith("Only the first 6 seeds count here: ") for note in found.headline.notes)
+
+
+def test_it_promises_no_verdict_for_further_seeds(store: Store) -> None:
+    """A further look at the same arms does not count here."""
+    found = recorded(store, gain=1, loss=-1)
+    assert found.headline is not None
+    assert {row.seeds_needed for row in found.headline.rows} == {None}
+    assert short_verdict(found.headline.rows[1]) == "undecided"
 
 
 def test_an_arm_that_lacks_a_task_is_not_compared(store: Store) -> None:

@@ -65,7 +65,7 @@ class Row:
         one_setting: The mean test score of the values in `tuned`; None if there was one candidate. These values were
             chosen by the very seeds, so it is somewhat optimistic.
         seeds_needed: About how many seeds would decide an undecided difference, as a further look; None if it is
-            decided, or unknown.
+            decided, or unknown, and over tasks, where further looks do not count.
         metrics: Each further metric of the task -> its mean over the seeds that have it, weighted as the scores are,
             and its 95% interval. No test compares them.
         iqm: The interquartile mean of the scores over tasks and seeds; None on a single task.

@@ -138,9 +138,6 @@ def _headline_row(
         chose=0,
         by_budget=[],
         by_seed=by_seed,
-        seeds_needed=None
-        if difference.decided
-        else seeds_to_decide(list(by_seed.values()), len(differences), alpha=left_error(ledger.looks)),
         iqm=float(interquartile_parts(results).mean()) if trained else None,
         iqm_difference=None if arm.name == over.scores[0].base else iqm_difference,
     )

@@ -60,7 +60,9 @@ def short_verdict(row: Row) -> str:
         return verdict_text(row)
     if smallest_p(difference.n) > ALPHA:
         return f"undecidable: needs {_seeds(row.seeds_needed or seeds_needed())}"
-    return f"{row.verdict}: needs {_seeds(row.seeds_needed)}" if row.seeds_needed else f"{row.verdict}: no difference"
+    if row.seeds_needed:
+        return f"{row.verdict}: needs {_seeds(row.seeds_needed)}"
+    return row.verdict if difference.mean else f"{row.verdict}: no difference"
 
 
 def verdict_counts(answer: Answer) -> dict[str, int]:
