@@ -101,6 +101,18 @@ def test_a_terminal_shows_it_first_and_without_costs(store: Store, width: int) -
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_its_margin_is_the_mean_of_those_of_the_tasks(store: Store) -> None:
+    tasks = {"mqar": {**BOUNDED["mqar"], "margin": 0.01}, "text": {**BOUNDED["text"], "margin": 0.08}}
+    study = begin(store, "margins", changes={"base": {}, "same": {"x": [1, 2]}}, tasks=tasks)
+    for arm in ("base", "same"):
+        record(store, study, arm, "mqar", BASE)
+        record(store, study, arm, "text", LOSSES)
+    found = report(store, study).headline
+    assert found is not None
+    assert found.margin == pytest.approx((0.01 / (1 - TASKS["mqar"]["chance"]) + 0.01) / 2)
+    assert [row.verdict for row in found.rows] == ["base", "equal"]
+
+
 def test_it_counts_the_seeds_of_the_first_look(store: Store) -> None:
     """Which arms have more seeds depends on their results, so that a test of all seeds would not be exact."""
     found = recorded(store, seeds={"at_least": 6, "at_most": 8})

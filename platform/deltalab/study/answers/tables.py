@@ -95,7 +95,7 @@ def headline_table(
         metric="normalized score",
         maximize=True,
         chance=0.0,
-        margin=0.0,
+        margin=over.margin,
         split=SPLIT["confirm"],
         rows=rows,
         front=[],

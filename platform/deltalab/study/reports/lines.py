@@ -61,9 +61,9 @@ def search_lines(answer: Answer, most: int | None = None) -> "list[Section]":
 def caption(table: TaskTable) -> str:
     """Returns the caption of a table: its task, metric and split, in one line."""
     direction = "higher" if table.maximize else "lower"
+    margin = f", margin {table.margin:.3g}" if table.margin else ""
     if table.over:
-        return f"Over {len(table.over)} tasks: mean {table.metric} on {table.split}, {direction} is better"
-    margin = f", margin {table.margin:g}" if table.margin else ""
+        return f"Over {len(table.over)} tasks: mean {table.metric} on {table.split}, {direction} is better{margin}"
     return (
         f"{table.task} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "
         f"chance {table.chance:.3g}{margin}"

@@ -12,6 +12,7 @@ tests are exact, since the two numbers that normalize a task do not depend on an
 Every arm must have its n seeds whatever its results. If seeds are added in looks, these are the seeds of the first.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,15 @@ class OverTasks:
             if all(len(of_task.results.get(arm, ())) >= self.seeds for of_task in self.scores)
         ]
 
+    @property
+    def margin(self) -> float:
+        """The least difference of the mean that matters: the mean of those of the tasks, normalized."""
+        margins = (
+            of_task.margin / abs(perfect - of_task.chance)
+            for of_task, perfect in zip(self.scores, self.perfect, strict=True)
+        )
+        return math.fsum(margins) / len(self.scores)
+
     def seeds_of(self, arm: str) -> list[int]:
         """Returns the seeds of an arm that count."""
         return self.scores[0].trained(arm)[: self.seeds]
@@ -77,7 +87,12 @@ class OverTasks:
             for arm in arms
         ]
         weights = (1 / len(self.scores),) * len(self.scores)
-        means = follow([Contrast(of_arm, weights) for of_arm in pairs], one_look(self.seeds), intervals=intervals)
+        means = follow(
+            [Contrast(of_arm, weights) for of_arm in pairs],
+            one_look(self.seeds),
+            margins=[self.margin] * len(pairs),
+            intervals=intervals,
+        )
         iqms = follow([InterquartileContrast(of_arm) for of_arm in pairs], one_look(self.seeds), intervals=intervals)
         both = zip((mean.difference for mean in means), (iqm.difference for iqm in iqms), strict=True)
         return dict(zip(arms, both, strict=True))
