@@ -1,6 +1,8 @@
 """Pairs the runs of an arm with those of the base on the same seeds, and exchanges them."""
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -73,50 +75,8 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """A weighted sum of several differences on the same seeds, such as a trend over sizes. They are exchanged together.
-
-    Attributes:
-        pairs: The runs that each difference compares.
-        weights: The weight of each difference.
-    """
-
-    pairs: tuple[Pairs, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def seeds(self) -> int:
-        """The number of seeds, n."""
-        return self.pairs[0].seeds
-
-    @property
-    def differences(self) -> Array:
-        """The contrast of each seed, [n]."""
-        differences: Array = self.exchanged(np.ones((1, self.seeds)))[0]
-        return differences
-
-    def head(self, seeds: int) -> "Contrast":
-        """Returns the contrast of the first seeds."""
-        return Contrast(tuple(pairs.head(seeds) for pairs in self.pairs), self.weights)
-
-    def exchanged(self, signs: Array) -> Array:
-        """Returns the contrasts [E, n] after exchanging, as `Pairs.exchanged` does."""
-        exchanged = np.zeros(signs.shape)
-        for pairs, weight in zip(self.pairs, self.weights, strict=True):
-            exchanged += weight * pairs.exchanged(signs)
-        return exchanged
-
-
-@dataclass(frozen=True)
-class InterquartileContrast:
-    """The interquartile mean of an arm over tasks and seeds, minus that of the base. All tasks are exchanged together.
-
-    A seed's difference is that of its `interquartile_parts`; its mean over seeds is the difference of the two means.
-    After an exchange both means are computed anew, so that the test is exact.
-
-    Attributes:
-        pairs: The runs on each task, on the same seeds and in the same unit.
-    """
+class _Several(ABC):
+    """A difference that several pairs on the same seeds make together. They are exchanged together."""
 
     pairs: tuple[Pairs, ...]
 
@@ -131,12 +91,47 @@ class InterquartileContrast:
         differences: Array = self.exchanged(np.ones((1, self.seeds)))[0]
         return differences
 
-    def head(self, seeds: int) -> "InterquartileContrast":
-        """Returns the contrast of the first seeds."""
-        return InterquartileContrast(tuple(pairs.head(seeds) for pairs in self.pairs))
+    def head(self, seeds: int) -> Self:
+        """Returns the same of the first seeds."""
+        return replace(self, pairs=tuple(pairs.head(seeds) for pairs in self.pairs))
 
+    @abstractmethod
     def exchanged(self, signs: Array) -> Array:
         """Returns the differences [E, n] after exchanging, as `Pairs.exchanged` does."""
+
+
+@dataclass(frozen=True)
+class Contrast(_Several):
+    """A weighted sum of several differences on the same seeds, such as a trend over sizes.
+
+    Attributes:
+        pairs: The runs that each difference compares.
+        weights: The weight of each difference.
+    """
+
+    weights: tuple[float, ...]
+
+    def exchanged(self, signs: Array) -> Array:
+        """Returns the contrasts [E, n] after exchanging."""
+        exchanged = np.zeros(signs.shape)
+        for pairs, weight in zip(self.pairs, self.weights, strict=True):
+            exchanged += weight * pairs.exchanged(signs)
+        return exchanged
+
+
+@dataclass(frozen=True)
+class InterquartileContrast(_Several):
+    """The interquartile mean of an arm over tasks and seeds, minus that of the base.
+
+    A seed's difference is that of its `interquartile_parts`; its mean over seeds is the difference of the two means.
+    After an exchange both means are computed anew, so that the test is exact.
+
+    Attributes:
+        pairs: The runs on each task, on the same seeds and in the same unit.
+    """
+
+    def exchanged(self, signs: Array) -> Array:
+        """Returns the differences [E, n] after exchanging."""
         by_task = [pairs.results(signs) for pairs in self.pairs]
         arm, base = (np.stack(results, axis=-1) for results in zip(*by_task, strict=True))
         return interquartile_parts(arm) - interquartile_parts(base)
