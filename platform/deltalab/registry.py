@@ -1,5 +1,6 @@
 """Finds rules and tasks in installed packages that announce them, in ./plugins, and in the files given by --plugin."""
 
+import ast
 import dataclasses
 import hashlib
 import importlib
@@ -70,8 +71,8 @@ class Plugin:
 
     @property
     def hash(self) -> str:
-        """The SHA-256 of the file as it was imported."""
-        return hashlib.sha256(_source_bytes(self.file)).hexdigest()
+        """The SHA-256 of the file as it was imported, without the lines of `published`, which no trial depends on."""
+        return hashlib.sha256(_without_presets(_source_bytes(self.file))).hexdigest()
 
 
 def add_plugin(file: str | Path) -> list[Plugin]:
@@ -181,6 +182,9 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
         >>> get_rule("comba", transition="iplr", d={"head": {"init": 1.0}}).transition.reads
         'decayed_state'
     """
+    if isinstance(name, str) and "@" in name:
+        plain = name.partition("@")[0]
+        raise InputError(f"'{name}' sets a rule and the layer around it, and here a rule alone is wanted: say {plain}")
     kind = rule_plugin(name).kind
     assert issubclass(kind, UpdateRule)
     try:
@@ -389,6 +393,19 @@ def _line_of(kind: type) -> str:
         return f", line {inspect.getsourcelines(kind)[1]}"
     except OSError:
         return ""
+
+
+@cache
+def _without_presets(source: bytes) -> bytes:
+    """Returns the source of a plugin without the statements that set `published` in a class."""
+    lines = source.splitlines(keepends=True)
+    for kind in ast.parse(source).body:
+        for statement in kind.body if isinstance(kind, ast.ClassDef) else ():
+            targets = statement.targets if isinstance(statement, ast.Assign) else ()
+            if any(isinstance(target, ast.Name) and target.id == "published" for target in targets):
+                for line in range(statement.lineno - 1, statement.end_lineno or 0):
+                    lines[line] = b""
+    return b"".join(lines)
 
 
 @cache

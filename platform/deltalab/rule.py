@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, TypeAlias, cast, final
 
 import torch
@@ -164,11 +165,16 @@ class UpdateRule:
         per_step: The gates that have a value for each of a token's steps.
         ignores: The inputs, such as "q" or a gate, that have no effect in some or all of their channels. `rule check`
             fails if an input that is not listed here has no effect.
+        published: The authors' own form, which `rule: NAME@published` asks for: `source`, their code; `knobs`, those
+            that differ from the defaults, as YAML writes them; `layer`, the settings of the layer that differ from
+            those of a plain model; and `lacks`, what the authors' block has beyond them. Empty if there is none. It is
+            no part of a trial's identity, since a trial holds the settings themselves.
         transition: The transition of the state; None for a rule outside the algebra.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
+    published: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     per_step: ClassVar[frozenset[str]] = frozenset()
     ignores: ClassVar[frozenset[str]] = frozenset()
@@ -193,6 +199,10 @@ class UpdateRule:
         number.
         """
         return self.transition.steps if self.transition is not None else 1
+
+    def scale(self, key_dim: int) -> float:
+        """Returns the factor of the output for keys of width K = `key_dim`: K ** -0.5, unless the rule has another."""
+        return float(key_dim**-0.5)
 
     def key_width(self, key_dim: int) -> int:
         """Returns the width of the state's keys; `operands` may map keys of width `key_dim` to another width."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
-from deltalab.models.start import OfGate, Parameters, Ramp, Started, Uniform, linear
+from deltalab.models.start import OfGate, Ones, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
 from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses, tail_of
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS, HeadNorm, RMSNorm
@@ -328,8 +328,11 @@ class RuleLayer(Started):
         output_gate: The gate of the output, a kind of `HeadNorm`.
         gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix.
         features: The activation of q, k and v, a kind of `FEATURES`; None for that of the rule.
-        scale: The factor of the output; None for K ** -0.5.
+        scale: The factor of the output; None for that of the rule, which is K ** -0.5 for nearly all rules.
         low_rank_bias: Whether the second matrix of each projection W_1 W_2 x has a bias.
+        conv_bias: Whether the convolution has a bias, which starts as its weights do. The kernel does not take it:
+            PyTorch's operators then convolve on a GPU, too.
+        skip: Whether the output of each head gets D v before the norm, with a learned D that starts at 1.
         norm_eps: The number that norms add to a mean square.
         out_std: The standard deviation at which the output projection starts; None for (heads value_dim) ** -0.5.
         chunk_size: The tokens of a chunk in the parallel form.
@@ -360,6 +363,8 @@ class RuleLayer(Started):
         features: str | None = None,
         scale: float | None = None,
         low_rank_bias: bool = False,
+        conv_bias: bool = False,
+        skip: bool = False,
         norm_eps: float = EPS,
         out_std: float | None = None,
         chunk_size: int = 64,
@@ -393,6 +398,12 @@ class RuleLayer(Started):
         self.qkv = linear(d_model, self.channels.total)
         if conv:
             self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, self.channels.total)
+        elif conv_bias:
+            raise InputError("conv_bias has no effect with conv 0: leave it out")
+        self.conv_bias = self.drawn("conv_bias", Uniform(conv**-0.5), self.channels.total) if conv_bias else None
+        if skip and rule.steps > 1:
+            raise InputError(f"skip adds a token's v: rule '{rule.name}' has {rule.steps} values for each token")
+        self.skip = self.drawn("skip", Ones(), heads) if skip else None
         self.q_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
         self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps, bias=low_rank_bias)
@@ -464,14 +475,14 @@ class RuleLayer(Started):
             vectors_past = None if past is None else past[..., qkv_width:]
             past = None if past is None else past[..., :qkv_width]
             vectors, vectors_tail = self.vectors(shifted.get("gates", x), vectors_past, packed)
-        if not shifted and fuses(x, taps, self.channels):
+        if self.conv_bias is None and not shifted and fuses(x, taps, self.channels):
             more_weights = []
             # With fewer tokens, copying the weights side by side costs more than reading x once for each weight.
             if x.shape[:2].numel() >= self.channels.total:
                 more_weights = [*([] if self.gate is None else [_first(self.gate).weight]), *self.gates.weights()]
             (q, k, v, tail), products = fused(x, self.qkv.weight, more_weights, taps, past, self.channels, packed)
         else:
-            q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels, packed)
+            q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels, packed, self.conv_bias)
         gate = products.pop(0) if products and self.gate is not None else None
         if gate is not None and isinstance(self.gate, nn.Sequential):
             gate = self.gate[1](gate)
@@ -485,6 +496,8 @@ class RuleLayer(Started):
             cache,
             packed,
         )
+        if self.skip is not None:
+            o = o + (self.skip[:, None] * _shared(v, self.heads)).to(o.dtype)
         if self.gate is not None and gate is None:
             gate = self.gate(shifted.get("gate", x))
         if self.vectors is not None:

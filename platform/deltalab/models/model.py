@@ -113,6 +113,8 @@ class Block(nn.Module):
             features=spec.features,
             scale=spec.scale,
             low_rank_bias=spec.low_rank_bias,
+            conv_bias=spec.conv_bias,
+            skip=spec.skip,
             norm_eps=spec.norm_eps,
             out_std=shrink * (spec.heads * value_dim) ** -0.5,
             chunk_size=spec.chunk_size,

@@ -38,6 +38,9 @@ OF_A_LAYER = (
     "features",
     "scale",
     "low_rank_bias",
+    "conv_bias",
+    "skip",
+    "norm_eps",
 )
 """The settings that an entry of `ModelSpec.layers` may change for its own layer."""
 
@@ -103,9 +106,11 @@ class ModelSpec:
         features: The activation of q, k and v after their convolution, a kind of `FEATURES`: unit (SiLU and unit norm
             on q and k, SiLU on v), silu (SiLU on all three), unit_qk and silu_qk (the same without SiLU on v), raw (no
             activation). None is that of the rule.
-        scale: The factor of each head's output; None for K ** -0.5.
+        scale: The factor of each head's output; None for that of the rule, which is K ** -0.5 for nearly all rules.
         low_rank_bias: Whether the second matrix of each projection W_1 W_2 x (of a gate's rank, or of `gate_rank`) has
             a bias.
+        conv_bias: Whether the short convolution has a bias, which starts as its weights do.
+        skip: Whether each head's output gets D v, with a learned D that starts at 1 (Mamba2).
         block: `transformer` is [mixer, MLP]. `mamba` is [mixer] alone, with q and k shared by all heads, and twice the
             depth.
         mlp: Whether `transformer` blocks have a SwiGLU; false in `mamba` blocks.
@@ -149,6 +154,8 @@ class ModelSpec:
     features: Literal["unit", "unit_qk", "silu", "silu_qk", "raw"] | None = field(default=None, metadata=LATER)
     scale: float | None = field(default=None, metadata=LATER)
     low_rank_bias: bool = field(default=False, metadata=LATER)
+    conv_bias: bool = field(default=False, metadata=LATER)
+    skip: bool = field(default=False, metadata=LATER)
     block: Literal["transformer", "mamba"] = "transformer"
     mlp: bool = True
     mlp_width: int | None = field(default=None, metadata=LATER)
@@ -169,7 +176,7 @@ class ModelSpec:
             _whole("key_dim", self.key_dim, least=1)
         elif self.d_model % self.heads:
             raise InputError(f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim")
-        for name in ("qk_norm", "token_shift", "low_rank_bias", "mlp", "tie_embeddings"):
+        for name in ("qk_norm", "token_shift", "low_rank_bias", "conv_bias", "skip", "mlp", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
         if (
@@ -219,7 +226,11 @@ class ModelSpec:
         for key in ("vocab_size", "rule"):
             if key not in given:
                 raise InputError(f"model: needs {key}")
-        return cls(**given)
+        # Import late: a preset is written out in the settings of this class.
+        from deltalab.models.published import written_out
+
+        rule, settings = written_out(given["rule"], {key: value for key, value in given.items() if key != "rule"})
+        return cls(**settings, rule=rule)
 
     def make_rule(self) -> UpdateRule:
         """Returns the rule with its knobs set."""
@@ -358,6 +369,8 @@ class ModelSpec:
             object.__setattr__(self, name, float(value))
         if self.base_width is not None:
             _whole("base_width", self.base_width, least=1)
+        if self.conv_bias and not self.conv:
+            raise InputError("model.conv_bias has no effect with conv 0: leave it out")
         if self.mlp_width is not None:
             _whole("mlp_width", self.mlp_width, least=1)
             if not self.mlp or self.block == "mamba":
@@ -444,13 +457,19 @@ def _entry(entry: object, rule_name: str) -> Layer:
         entry = {"name": entry}
     if not isinstance(entry, Mapping) or not isinstance(entry["name"], str):
         raise InputError(f"model.layers: a layer is a rule's name or {{name: ..., knob: ...}}, not {entry!r}")
-    name, settings = entry["name"], entry.get("layer") or {}
-    knobs = {key: value for key, value in entry.items() if key not in ("name", "layer")}
+    settings = entry.get("layer") or {}
+    knobs = {key: value for key, value in entry.items() if key != "layer"}
     if not isinstance(settings, Mapping):
         raise InputError(f"model.layers: layer takes {{setting: ...}}, not {settings!r}")
     for key in settings:
         if key not in OF_A_LAYER:
             raise unknown("setting of a layer", key, OF_A_LAYER, where="model.layers")
+    if "@" in entry["name"]:
+        # Import late, as in `ModelSpec.of`.
+        from deltalab.models.published import written_out
+
+        knobs, settings = written_out(knobs, settings)
+    name = knobs.pop("name")
     settings = {"layer": dict(settings)} if settings else {}
     if name == RULE and knobs:
         raise InputError(f"model.layers: `{RULE}` is the model's rule with its knobs, and takes no {next(iter(knobs))}")

@@ -45,6 +45,14 @@ class Zeros:
 
 
 @dataclass(frozen=True)
+class Ones:
+    """Ones."""
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.ones(shape)
+
+
+@dataclass(frozen=True)
 class Ramp:
     """Numbers [n] from 0 to 1 in equal steps."""
 

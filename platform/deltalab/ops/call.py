@@ -19,7 +19,7 @@ class Call:
         k: [B, n T, H, K], for n steps per token.
         v: [B, n T, H, V].
         gates: The value of each gate.
-        given_scale: The factor of the output, or None for K ** -0.5.
+        given_scale: The factor of the output, or None for that of the rule.
         state: What an earlier call returned, or None for an empty state.
         backend: The form to take.
         chunk_size: Tokens of a chunk of the parallel form.
@@ -42,8 +42,7 @@ class Call:
         """The factor of the output."""
         if self.given_scale is not None:
             return self.given_scale
-        factor: float = self.k.shape[-1] ** -0.5
-        return factor
+        return self.rule.scale(self.k.shape[-1])
 
     @property
     def sequences(self) -> int:

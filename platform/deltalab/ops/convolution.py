@@ -96,7 +96,12 @@ class Channels:
 
 
 def features(
-    qkv: Tensor, taps: Tensor | None, past: Tensor | None, channels: Channels, packed: Sequences | None = None
+    qkv: Tensor,
+    taps: Tensor | None,
+    past: Tensor | None,
+    channels: Channels,
+    packed: Sequences | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes q, k and v from their projections.
 
@@ -106,18 +111,19 @@ def features(
         past: qkv of the W - 1 tokens before, [B, W - 1, C]; None for zeros.
         channels: What the C channels are.
         packed: The sequences in the row, if B = 1 and there is no past.
+        bias: The convolution's bias [C]; None for none. Needs taps.
 
     Returns:
         q, k and v in the shapes of `Channels.split`, and the past for the tokens that follow, which is [N, W - 1, C] if
         sequences are packed.
     """
     tail = tail_of(qkv, past, 0 if taps is None else taps.shape[0] - 1, packed)
-    taps = None if taps is None else taps.to(qkv.dtype)
+    taps, bias = (None if weights is None else weights.to(qkv.dtype) for weights in (taps, bias))
     if taps is None and channels.features == "raw":
         parts = qkv.split(channels.widths, dim=-1)
     else:
         x = qkv if past is None else torch.cat([past, qkv], dim=1)
-        parts = _ConvolvedAndNormed.apply(x, taps, channels, packed)[:3]  # type: ignore[no-untyped-call]
+        parts = _ConvolvedAndNormed.apply(x, taps, bias, channels, packed)[:3]  # type: ignore[no-untyped-call]
         if past is not None:
             parts = [part[:, past.shape[1] :] for part in parts]
     q, k, v = channels.split(*parts)
@@ -203,8 +209,12 @@ class _ConvolvedAndNormed(Stacked):
     """
 
     @staticmethod
-    def forward(x: Tensor, taps: Tensor | None, channels: Channels, packed: Sequences | None) -> tuple[Tensor, ...]:
+    def forward(
+        x: Tensor, taps: Tensor | None, bias: Tensor | None, channels: Channels, packed: Sequences | None
+    ) -> tuple[Tensor, ...]:
         y = x.view_as(x) if taps is None else _convolved(x, taps, packed)
+        if bias is not None:
+            y += bias[..., None, None, :]
         z = _activated(y, channels, F.silu)
         if channels.features != "unit":
             return *z.split(channels.widths, dim=-1), y
@@ -219,16 +229,19 @@ class _ConvolvedAndNormed(Stacked):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor | None, Channels, Sequences | None], output: tuple[Tensor, ...]
+        ctx: Any,
+        inputs: tuple[Tensor, Tensor | None, Tensor | None, Channels, Sequences | None],
+        output: tuple[Tensor, ...],
     ) -> None:
-        x, taps, ctx.channels, ctx.packed = inputs
+        x, taps, bias, ctx.channels, ctx.packed = inputs
+        ctx.biased = bias is not None
         ctx.mark_non_differentiable(*output[3:])
         ctx.set_materialize_grads(False)  # or PyTorch would allocate zeros for the gradient of y
         ctx.save_for_backward(x, taps, *output[3:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, taps, y, *divided = ctx.saved_tensors
         channels = ctx.channels
         parts = zip(grads, y.split(channels.widths, dim=-1), strict=False)
@@ -240,7 +253,7 @@ class _ConvolvedAndNormed(Stacked):
             d.addcmul_(unit, along.to(d.dtype), value=-1).div_(norm)
         d_y = _activated(d_z, channels, torch.ops.aten.silu_backward, y)
         d_x, d_taps = (d_y, None) if taps is None else _convolved_backward(x, taps, d_y, ctx.packed)
-        return d_x, d_taps, None, None
+        return d_x, d_taps, d_y.sum((-3, -2)) if ctx.biased else None, None, None
 
 
 def _activated(x: Tensor, channels: Channels, function: Callable[..., Tensor], *others: Tensor) -> Tensor:

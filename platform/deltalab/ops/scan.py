@@ -56,7 +56,7 @@ def scan(
         gates: The value of each gate by its symbol: [B, T, H] or [H], or with channels [B, T, H, K] or [H, K]. Channels
             of the value have V in place of K, and slots have their number. A gate per step has n T in place of T.
             Constant gates may be left out.
-        scale: The factor of the output, K ** -0.5 if None.
+        scale: The factor of the output; None for that of the rule, which is K ** -0.5 for nearly all rules.
         state: What an earlier call returned, or None for an empty state.
         backend: `recurrent` is the equation, token by token. `chunked` is the parallel form, in chunks of `chunk_size`.
             `triton` is the kernel of the rule's structure, or the rule's own. `auto` takes a kernel on a GPU where

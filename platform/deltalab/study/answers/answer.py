@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.published import preset_text
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow, trainings
@@ -183,6 +184,7 @@ def answer(
             against=against,
             has_metrics=any(table.metrics for table in tables),
             has_headline=headline is not None,
+            presets="" if ledger.spec.is_search else preset_text({trial.arm: trial.config for trial in trials}),
         ),
         trainings(store, study),
         climbed,

@@ -309,6 +309,7 @@ def answer_notes(
     against: str | None,
     has_metrics: bool,
     has_headline: bool,
+    presets: str,
 ) -> list[str]:
     """Returns sentences that explain how to read an answer.
 
@@ -320,6 +321,7 @@ def answer_notes(
         against: The arm that the others are compared with in place of the base.
         has_metrics: Whether a table has further metrics.
         has_headline: Whether the answer has a table over tasks.
+        presets: The sentence that says which arms are as published.
     """
     spec = ledger.spec
     if stage == "tune":
@@ -360,6 +362,7 @@ def answer_notes(
         + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
         *_about_headline(ledger, has_headline),
         *_about_looks(spec, is_open=is_open),
+        *([presets] if presets else []),
         SMALL,
     ]
 

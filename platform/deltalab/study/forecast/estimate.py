@@ -17,6 +17,7 @@ from rich.text import Text
 from deltalab.authoring import verdict
 from deltalab.errors import InputError
 from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters
+from deltalab.models.published import preset_text
 from deltalab.reading import pairs
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.power import Spread, detectable, seeds_to_equal
@@ -278,6 +279,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             *_one_rate(plan),
             *_passes(trainings),
             *_not_checked(plan),
+            *_as_published(plan),
         ),
         overrides=plan.overrides,
     )
@@ -306,6 +308,12 @@ def _not_checked(plan: Plan) -> list[str]:
         else f"rule '{rule}' {reason}: `platform study run` refuses it"
         for rule, reason in verdict.unchecked(plan.rules).items()
     ]
+
+
+def _as_published(plan: Plan) -> list[str]:
+    """Says which arms are as their authors publish them. A search makes its arms later."""
+    arms = [arm for arm in plan.arms if arm.is_base or not plan.spec.search]
+    return [text] if (text := preset_text({arm.name: arm.config for arm in arms})) else []
 
 
 def _searched(plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.published import written_out
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task, rule_plugin
 from deltalab.study.planning.config_difference import difference
@@ -139,7 +140,7 @@ def _refuse_margins(spec: StudySpec, tasks: Mapping[str, Task]) -> None:
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
     """Lists every arm but the base: first those that `ablate` and `factorial` generate, then those of `arms`."""
-    base = rule_of(spec.base.rule)
+    base, _ = written_out(rule_of(spec.base.rule), {})
     changes: dict[str, Change] = {}
     for part in spec.ablate:
         if f"without_{part}" in changes:

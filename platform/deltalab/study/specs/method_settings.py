@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.published import written_out
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_rule
 from deltalab.study.specs.study_file import Change, Method
@@ -30,13 +31,13 @@ def rule_of(rule: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def with_change(base: Method, change: Change) -> Method:
     """Applies an arm's change to the base."""
-    rule = rule_of(base.rule)
+    rule, below = written_out(rule_of(base.rule), base.model)
+    other, above = (None, change.model) if change.rule is None else written_out(change.rule, change.model)
     if isinstance(change.rule, str):
-        rule = {"name": change.rule}
-    elif change.rule is not None:
-        other = change.rule.get("name", rule["name"]) != rule["name"]
-        rule = dict(change.rule) if other else {**rule, **change.rule}
-    return Method(rule=rule, model={**base.model, **change.model}, train={**base.train, **change.train})
+        rule = other or {}
+    elif other is not None:
+        rule = other if other.get("name", rule["name"]) != rule["name"] else {**rule, **other}
+    return Method(rule=rule, model={**below, **above}, train={**base.train, **change.train})
 
 
 def resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
@@ -67,9 +68,10 @@ def resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
     Raises:
         InputError: The settings make no model or no training.
     """
-    rule = resolve_rule(config["rule"])
+    given, layer = written_out(config["rule"], config["model"])
+    rule = resolve_rule(given)
     of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
-    model = ModelSpec.of({**config["model"], "rule": rule, **of_the_task})
+    model = ModelSpec.of({**layer, "rule": rule, **of_the_task})
     train = TrainSpec(**_known(config["train"], TrainSpec, "train"))
     if (tokens := train.batch_size * task.length) > MOST_TOKENS:
         raise InputError(
@@ -136,6 +138,11 @@ def with_values(
     """
     changed: dict[str, Any] = json.loads(json.dumps(config))
     rule = rule_of(values.get("rule", changed["rule"]))
+    if "@" in rule["name"]:
+        raise InputError(
+            f"{where}.rule: '{rule['name']}' sets the layer too, and a search keeps the base's: make it an arm, "
+            "or the base"
+        )
     try:
         plain = resolve_rule({"name": rule["name"]})
         spelled = resolve_rule(rule)
