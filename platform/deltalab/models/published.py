@@ -50,6 +50,8 @@ def written_out(rule: str | Mapping[str, Any], model: Mapping[str, Any]) -> tupl
         >>> rule["name"], model["output_norm"], model["skip"], model["heads"]
         ('mamba2', 'rms_all', True, 4)
     """
+    if not isinstance(rule, str | Mapping):
+        raise InputError(f"rule must be a name or {{name: ..., knob: ...}}, not {rule!r}")
     knobs = {"name": rule} if isinstance(rule, str) else dict(rule)
     name, mark, preset = str(knobs.get("name", "")).partition("@")
     if not mark:

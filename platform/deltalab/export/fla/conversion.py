@@ -252,7 +252,10 @@ def _layers(attn: Any, depth: int, settings: Mapping[str, Any]) -> Any:
     if not attn:
         in_pairs = settings.get("block") == "mamba"
         return layers if in_pairs and depth % 2 else depth // 2 if in_pairs else depth
-    inherited = {"features": None, "scale": None, "low_rank_bias": False, "gate_rank": None, "token_shift": False}
+    inherited = {
+        "features": None, "scale": None, "low_rank_bias": False, "gate_rank": None, "token_shift": False,
+        "conv_bias": False, "skip": False,
+    }  # fmt: skip
     for options in attn if isinstance(attn, list) else [attn]:
         if options.get("qkv_bias"):
             raise InputError("option 'attn.qkv_bias' True has no equal here; only False has")

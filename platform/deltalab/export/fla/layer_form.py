@@ -182,6 +182,8 @@ def plain(spec: ModelSpec, model_type: str, **others: tuple[object, ...]) -> Non
         "gate_rank": (None,),
         "kv_heads": (None, spec.heads),
         "scale": (None,),
+        "conv_bias": (False,),
+        "skip": (False,),
         **others,
     }
     needs(spec, model_type, **allowed)

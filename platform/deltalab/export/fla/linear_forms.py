@@ -328,7 +328,8 @@ LIGHTNET = Form(
 def _mamba2(spec: ModelSpec) -> dict[str, Any]:
     name, (key_dim, value_dim) = "mamba2", spec.head_dims
     plain(
-        spec, name, qk_heads=(None, 1), output_norm=("rms_all",), output_gate=("silu_before_norm",), scale=(1.0,)
+        spec, name, qk_heads=(None, 1), output_norm=("rms_all",), output_gate=("silu_before_norm",), scale=(None, 1.0),
+        conv_bias=(False, True), skip=(False, True),
     )  # fmt: skip
     needs_features(spec, name, "silu")
     of_rule(spec, name, beta=("mamba2_step",))
@@ -340,7 +341,7 @@ def _mamba2(spec: ModelSpec) -> dict[str, Any]:
         "state_size": key_dim,
         "n_groups": 1,
         "conv_kernel": spec.conv,
-        "use_conv_bias": False,
+        "use_conv_bias": spec.conv_bias,
         "hidden_act": "silu",
         "chunk_size": spec.chunk_size,
     }
@@ -354,8 +355,8 @@ def _from_mamba2(options: Mapping[str, Any]) -> dict[str, Any]:
         "expand_v": options["head_dim"] / options["state_size"],
         "conv": options["conv_kernel"],
         "rule": "mamba2",
-        "features": "silu",
-        "scale": 1.0,
+        "conv_bias": options["use_conv_bias"],
+        "skip": True,
         "output_norm": "rms_all",
         "output_gate": "silu_before_norm",
         "block": "mamba",
@@ -373,6 +374,13 @@ def _mamba2_parts(spec: ModelSpec) -> list[Part]:
         gate, *vkq, step = theirs[0].split([v, v, k, q, heads])
         return [gate, torch.cat(vkq[::-1]), step]
 
+    bias = Part(
+        ("conv_bias",),
+        ("conv1d.bias",),
+        lambda ours: [torch.cat(ours[0].split([q, k, v])[::-1])],
+        lambda theirs: [torch.cat(theirs[0].split([v, k, q])[::-1])],
+    )
+    biases = [bias] if spec.conv_bias else []
     return [
         Part(("gate.weight", "qkv.weight", "gates.project.g.weight"), ("in_proj.weight",), split, join),
         Part(
@@ -383,7 +391,10 @@ def _mamba2_parts(spec: ModelSpec) -> list[Part]:
         ),
         same("gates.learned.g.log_a", "A_log"),
         same("gates.learned.g.dt_bias", "dt_bias"),
-        fixed("D", torch.zeros(heads), "ours has no skip from v to the output"),
+        *biases,
+        same("skip", "D")
+        if spec.skip
+        else fixed("D", torch.zeros(heads), "our layer has no skip from v to the output"),
         same("norm.weight", "norm.weight"),
         same("out.weight", "out_proj.weight"),
     ]
@@ -413,7 +424,6 @@ MAMBA2 = Form(
         "hidden_act": "silu",
         "n_groups": 1,
         "use_bias": False,
-        "use_conv_bias": False,
         "D_has_hdim": False,
         "dt_limit": [0.0, math.inf],
         "rmsnorm": True,
