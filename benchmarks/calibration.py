@@ -36,7 +36,8 @@ from scipy import stats
 
 import deltalab
 from deltalab.study.statistics import joint_test
-from deltalab.study.statistics.joint_test import ALPHA, Look, flips, one_look, spread_looks
+from deltalab.study.statistics.joint_test import ALPHA, Look, flips, one_look
+from deltalab.study.statistics.looks import spread_looks
 
 ARMS = 7
 """Arms beside the base."""

@@ -30,7 +30,8 @@ from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
-from deltalab.study.statistics.joint_test import compare, follow, one_look, spread_looks
+from deltalab.study.statistics.joint_test import compare, follow, one_look
+from deltalab.study.statistics.looks import spread_looks
 from deltalab.study.workers.train_stack import failed
 
 SPLITS: tuple[Literal["validation", "test"], ...] = ("validation", "test")

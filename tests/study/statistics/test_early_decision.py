@@ -13,7 +13,8 @@ from scipy.special import ndtr, ndtri, stdtr
 from deltalab.study.statistics import early_decision
 from deltalab.study.statistics.cross_fitting import Sample
 from deltalab.study.statistics.early_decision import Boundaries, futility, reach, unbiased
-from deltalab.study.statistics.joint_test import ALPHA, Look, follow, one_look, spread_looks
+from deltalab.study.statistics.joint_test import ALPHA, Look, follow, one_look
+from deltalab.study.statistics.looks import spread_looks
 from deltalab.study.statistics.pairs import Pairs
 
 Array = NDArray[np.float64]

@@ -22,9 +22,8 @@ from deltalab.study.statistics.joint_test import (
     rejects,
     seeds_needed,
     smallest_p,
-    spread_looks,
 )
-from deltalab.study.statistics.looks import looks_of
+from deltalab.study.statistics.looks import looks_of, spread_looks
 
 Numbers = Sequence[float]
 

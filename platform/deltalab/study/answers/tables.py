@@ -15,17 +15,8 @@ from deltalab.study.answers.rows import OVER_TASKS, SPLIT, Interaction, Row, See
 from deltalab.study.specs.recorded_study import RecordedTask
 from deltalab.study.statistics.interquartile import interquartile_parts
 from deltalab.study.statistics.intervals import Interval, mean_interval, share_learned, within
-from deltalab.study.statistics.joint_test import (
-    ALPHA,
-    UNKNOWN,
-    Difference,
-    Outcome,
-    compare,
-    seeds_needed,
-    seeds_to_decide,
-    smallest_p,
-)
-from deltalab.study.statistics.looks import left_error
+from deltalab.study.statistics.joint_test import ALPHA, UNKNOWN, Difference, Outcome, compare, seeds_needed, smallest_p
+from deltalab.study.statistics.looks import left_error, seeds_to_decide
 from deltalab.study.statistics.over_tasks import OverTasks
 from deltalab.study.statistics.pairs import Contrast
 from deltalab.study.statistics.pareto import front

@@ -1,10 +1,16 @@
-"""Makes the looks of a study from its key `seeds`, also those at a study that was tested before."""
+"""Makes the looks of a study from its key `seeds`, also those at a study that was tested before.
+
+A guide says how many seeds would decide an arm.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deltalab.study.statistics.joint_test import ALPHA, Look, flips, one_look, spread_looks
+import numpy as np
+from numpy.typing import ArrayLike
+
+from deltalab.study.statistics.joint_test import ALPHA, Look, flips, one_look, seeds_needed
 
 FURTHER = ALPHA / 20
 """What the first further look adds to the error of a study. Each next look adds half as much as the one before."""
@@ -28,6 +34,23 @@ def looks_of(seeds: int | Mapping[str, Any]) -> tuple[Look, ...]:
     return spread_looks(**seeds)
 
 
+def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Look, ...]:
+    """Plans up to four looks from `at_least` to `at_most` seeds, with alpha (seeds / at_most)^1.5 spent by each.
+
+    This rule leaves most of alpha to the later looks, which find most differences. The first look may be able only to
+    stop arms without a prospect: with 6 seeds of 15, no arm can be decided.
+
+    Examples:
+        >>> [(look.seeds, round(look.spent, 4)) for look in spread_looks(6, 15)]
+        [(6, 0.0126), (8, 0.0195), (11, 0.0314), (15, 0.05)]
+
+    References:
+        Kim and DeMets 1987, the power family.
+    """
+    seeds = dict.fromkeys(round(at_least * (at_most / at_least) ** (i / 3)) for i in range(4))
+    return tuple(Look(n, alpha * (n / at_most) ** 1.5) for n in seeds)
+
+
 def further_look(looks: Sequence[Look], seeds: int) -> tuple[Look, ...]:
     """Adds a look, with more seeds, to those at which a study was tested.
 
@@ -48,3 +71,48 @@ def left_error(looks: Sequence[Look]) -> float:
     """
     last, count = looks[-1], len(flips(looks[-1].seeds))
     return further_look(looks, last.seeds + 1)[-1].spent - math.floor(last.spent * count * (1 + 1e-9)) / count
+
+
+def seeds_to_decide(
+    differences: ArrayLike, arms: int, power: float = 0.8, *, margin: float = 0.0, alpha: float = ALPHA
+) -> int | None:
+    """Estimates how many seeds would decide an arm's difference.
+
+        n = ((z + z_power) sd / e)^2 + z^2 / 2
+
+    This is a t test with Bonferroni's correction for m arms: e = |mean| and z = z_{1 - alpha / 2m} to tell it from 0,
+    or e = margin - |mean| and z = z_{1 - alpha / m} to find it equal, whichever takes fewer seeds. The number is a
+    guide, since the formula takes the mean and the standard deviation of the differences so far for the true ones.
+
+    Args:
+        differences: The differences d [n] of one arm, which is not decided so far.
+        arms: How many arms are tested together.
+        power: The probability that so many seeds decide the difference.
+        margin: The least difference that matters.
+        alpha: The error of the test that decides.
+
+    Returns:
+        The number of seeds, at least one more than there are; None if the seeds agree on 0, without a margin, or are
+        fewer than two.
+
+    Examples:
+        >>> seeds_to_decide([0.1, -0.1, 0.2, 0.0, 0.1, 0.0], arms=1), seeds_to_decide([0.0, 0.0, 0.0], arms=1)
+        (37, None)
+
+    References:
+        Guenther 1981.
+    """
+    from scipy import stats
+
+    d = np.asarray(differences, dtype=float)
+    off = abs(float(d.mean())) if len(d) else 0.0
+    effects = [(e, sides) for e, sides in ((off, 2), (margin - off, 1)) if e > 0]
+    if len(d) < 2 or not effects:
+        return None
+    z_power, sd = float(stats.norm.ppf(power)), float(d.std(ddof=1))
+    needed = []
+    for effect, sides in effects:
+        z = float(stats.norm.ppf(1 - alpha / (sides * max(arms, 1))))
+        needed.append(math.ceil(((z + z_power) * sd / effect) ** 2 + z**2 / 2))
+    n = min(needed)
+    return max(n, len(d) + 1, seeds_needed(alpha))
