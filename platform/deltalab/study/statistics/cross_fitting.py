@@ -33,11 +33,14 @@ class Sample:
         validation: The validation scores, [n, C]. With a single candidate they are not used.
         test: The test scores, [n, C].
         maximize: Whether more is better.
+        block: How many seeds weigh for one another, where there are more: each block of so many in a row. The last
+            block takes seeds of the one before if they do not come out even. None if all seeds weigh for one another.
     """
 
     validation: Array
     test: Array
     maximize: bool = True
+    block: int | None = None
 
     @property
     def seeds(self) -> int:
@@ -98,6 +101,15 @@ class Sample:
 
     def weights(self) -> Array:
         """Returns the weights w that the other seeds of each seed give the candidates, [..., n, C]."""
+        n, block = self.test.shape[-2], self.block
+        if block is not None and block < n:
+            firsts = np.minimum(np.arange(0, n, block), n - block)
+            seeds = firsts[:, None] + np.arange(block)
+            validation, test = self.validation[..., seeds, :], self.test[..., seeds, :]
+            in_blocks = replace(self, validation=validation, test=test).weights()
+            at = np.minimum(np.arange(n) // block, len(firsts) - 1)
+            of_seeds: Array = in_blocks[..., at, np.arange(n) - firsts[at], :]
+            return of_seeds
         scores = self.validation if self.maximize else -self.validation
         return _weights(_others(scores), self._errors(scores))
 

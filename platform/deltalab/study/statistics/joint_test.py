@@ -79,9 +79,10 @@ class Difference:
         low: The lower end of the interval; minus infinity if so few seeds cannot decide anything.
         high: The upper end of the interval; infinite if so few seeds cannot decide anything.
         p: The p-value of "no difference", for the whole family. p <= 0.05 if and only if the interval leaves out 0.
-        n: The number of pairs.
+        n: The number of pairs, or of the arm's seeds.
         margin: The least difference that matters.
         is_equal: Whether two one-sided tests say that the difference is smaller than the margin.
+        of_base: The number of the base's seeds if they are more, and not paired with the arm's; None if they are.
     """
 
     mean: float
@@ -91,6 +92,7 @@ class Difference:
     n: int
     margin: float = 0.0
     is_equal: bool = False
+    of_base: int | None = None
 
     @property
     def decided(self) -> bool:
