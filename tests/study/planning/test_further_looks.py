@@ -53,7 +53,7 @@ def test_more_seeds_of_the_same_arms_are_a_further_look(
     assert "the ledger has tested these arms with 6 seeds" in more.notes[-1]
     assert "may err in 0.021 of studies" in more.notes[-1]
     assert more.job(more.arms[1], "confirm", 0, {}).key == first.job(first.arms[1], "confirm", 0, {}).key, "not again"
-    assert more.job(more.arms[1], "confirm", 0, {}, look=1).seeds == tuple(range(7, 13))
+    assert more.job(more.arms[1], "confirm", 0, {}, part=1).seeds == tuple(range(7, 13))
     assert {key: getattr(more.spec, key) for key in given if key != "margin"} == {
         key: value for key, value in given.items() if key != "margin"
     }

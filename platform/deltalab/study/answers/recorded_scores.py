@@ -121,10 +121,12 @@ class RecordedScores:
             runs[arm.name] = self.runs(trials, task.metric)
             failed[arm.name] = {trial.number for trial in trials if trial.state == "failed"}
             trained = sorted({seed for trial in trials for seed in trial.runs})
-            looks = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
-            planned = range(1, self.looks[min(looks, len(self.looks)) - 1].seeds + 1) if trained else []
+            parts = self.spec.trained_in_parts(is_base=arm.is_base)
+            reached = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
+            planned = range(1, parts[min(reached, len(parts)) - 1] + 1) if trained else []
             seeds[arm.name] = [*planned, *(seed for seed in trained if seed not in planned)]
-        return Scores(base, task.maximize, task.chance, runs, seeds, failed, task.margin)
+        block = self.looks[0].seeds if self.spec.seeds_of_base is not None else None
+        return Scores(base, task.maximize, task.chance, runs, seeds, failed, task.margin, block)
 
 
 def current(trials: Sequence[TrialRow]) -> list[TrialRow]:

@@ -14,7 +14,7 @@ from deltalab.study.answers.wording import format_interval, format_p
 from deltalab.study.planning.model_costs import UNEVEN, dead_parameters_text
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.specs.setting_text import settings_text
-from deltalab.study.statistics.joint_test import ALPHA, Look, Outcome, smallest_p
+from deltalab.study.statistics.joint_test import ALPHA, Outcome, smallest_p
 from deltalab.study.statistics.looks import left_error
 from deltalab.study.statistics.seed_choice import Scores
 
@@ -56,7 +56,7 @@ def _unshared(rows: list[Row], reference: Row, ledger: RecordedScores, scores: S
     for row in rows:
         shared = len(scores.shared_seeds(row.arm))
         if row.difference and row.difference.n:
-            if row.difference.n < max(row.score.n, reference.score.n):
+            if row.difference.n < max(row.score.n, reference.score.n) and ledger.spec.seeds_of_base is None:
                 fewer.append(f"{row.arm} {row.difference.n}")
         elif row.score.n and shared < ledger.looks[0].seeds:
             yield (
@@ -172,7 +172,8 @@ def _about_seeds(rows: list[Row], hopeless: list[str]) -> Iterator[str]:
         )
     if hopeless:
         yield f"Stopped early, with little prospect of a verdict: {', '.join(hopeless)}."
-    if len({row.score.n for row in rows if row.score.n}) > 1:
+    by_groups = any(row.difference and row.difference.of_base is not None for row in rows)
+    if len({row.score.n for row in rows if row.score.n}) > 1 and not by_groups:
         yield "Arms have different numbers of seeds: a mean is over an arm's own, a difference over those of both."
     widths = [row.difference.high - row.difference.low for row in rows if row.difference and row.difference.n]
     if widths and math.isfinite(half := statistics.median(widths) / 2):
@@ -234,12 +235,12 @@ def _apart_in_time(rows: list[Row], reference: Row) -> Iterator[str]:
             yield f"{row.arm} {times:.2f}"
 
 
-def headline_notes(rows: Sequence[Row], looks: Sequence[Look]) -> list[str]:
+def headline_notes(rows: Sequence[Row], spec: RecordedSpec) -> list[str]:
     """Returns the notes of the table over tasks.
 
     Args:
         rows: The rows of the table.
-        looks: The looks of the study.
+        spec: The study's file.
     """
     notes = [
         "A normalized score is (score - chance) / (best - chance), where best is the best possible value of the task's "
@@ -248,11 +249,13 @@ def headline_notes(rows: Sequence[Row], looks: Sequence[Look]) -> list[str]:
         "IQM is the mean without the least and the greatest quarter of an arm's scores over tasks and seeds; the "
         "intervals of its differences hold jointly over the arms, apart from those of the mean.",
     ]
-    if len(looks) > 1:
+    if len(spec.looks) > 1:
         notes.append(
-            f"Only the first {looks[0].seeds} seeds count here: which arms have more depends on their results on "
+            f"Only the first {spec.looks[0].seeds} seeds count here: which arms have more depends on their results on "
             "single tasks."
         )
+    elif spec.seeds_of_base is not None:
+        notes.append(f"Only the {spec.looks[0].seeds} seeds that arms and base share count here, in pairs.")
     lacking = [row.arm for row in rows if not row.score.n]
     if lacking:
         notes.append(f"Not on every task yet, or failed: {', '.join(lacking)}.")
@@ -343,8 +346,7 @@ def answer_notes(
         )
     return [
         f"{score} Means are over seeds, with a 95% t interval.",
-        f"Differences are arm minus {against or 'base'}, paired by seed. Intervals and p are of one exact sign-flip "
-        f"test over {family} arms and hold jointly.",
+        _about_test(spec, family, against),
         f"Equal means that two one-sided tests at {ALPHA} find the difference smaller than the margin; better and "
         "worse, that the interval leaves out 0, and by over the margin, the margin too; equal or better, that the arm "
         "is not worse by the margin.",
@@ -365,6 +367,21 @@ def answer_notes(
         *([presets] if presets else []),
         SMALL,
     ]
+
+
+def _about_test(spec: RecordedSpec, family: str, against: str | None) -> str:
+    """Returns what test gave differences, p and intervals."""
+    if spec.seeds_of_base is None or against is not None:
+        shared = "" if spec.seeds_of_base is None else f", on the {spec.looks[0].seeds} that all have"
+        return (
+            f"Differences are arm minus {against or 'base'}, paired by seed{shared}. Intervals and p are of one exact "
+            f"sign-flip test over {family} arms and hold jointly."
+        )
+    return (
+        f"Differences are arm minus base, {spec.looks[0].seeds} seeds against {spec.seeds_of_base}, not paired. p is that "
+        "of an exact test by relabelling runs, or of Welch's test if that is larger, times the number of "
+        f"{family} arms; so intervals hold jointly."
+    )
 
 
 def _about_headline(ledger: RecordedScores, has_headline: bool) -> Iterator[str]:

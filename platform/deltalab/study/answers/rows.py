@@ -22,7 +22,8 @@ class SeedScore:
 
     Attributes:
         score: The mean of the seed's test scores, weighted by the arm's other seeds. It is what the test compares.
-        difference: The score minus the reference's, as the test has it; None if the test did not take the seed.
+        difference: The score minus the reference's, as the test has it; None if the test did not take the seed, or has
+            no pairs.
         candidate: The number of the candidate with the greatest weight; None if the seed's run of it did not finish.
         values: The values of this candidate.
         one_setting: The test score of the values in `Row.tuned`; None if no candidate finished all seeds.
@@ -47,7 +48,8 @@ class Row:
             "reference" if the reader asked for another reference than the base.
         score: The mean of the seeds' scores and its 95% interval.
         diverged: The number of runs that diverged.
-        difference: Arm minus reference, paired by seed; interval and p hold jointly over the family.
+        difference: Arm minus reference, paired by seed unless the base has more seeds; interval and p hold jointly over
+            the family.
         learned: The share of seeds that learned the task; None if all seeds of the table did.
         seconds: The training time of all trials of the arm.
         microseconds_per_token: The training time of one token.
@@ -60,12 +62,12 @@ class Row:
         tuned: The values that are best on validation over all seeds.
         chose: With how many seeds the values in `tuned` have the greatest weight.
         by_budget: The expected score if only 1, 2, ... of the candidates had been tried.
-        by_seed: The difference to the reference for each seed.
+        by_seed: The difference to the reference for each seed; empty if the test has no pairs.
         scores: The result of each seed.
         one_setting: The mean test score of the values in `tuned`; None if there was one candidate. These values were
             chosen by the very seeds, so it is somewhat optimistic.
         seeds_needed: About how many seeds would decide an undecided difference, as a further look; None if it is
-            decided, or unknown, and over tasks, where further looks do not count.
+            decided, or unknown, and over tasks or with more seeds of the base, where further looks do not count.
         metrics: Each further metric of the task -> its mean over the seeds that have it, weighted as the scores are,
             and its 95% interval. No test compares them.
         iqm: The interquartile mean of the scores over tasks and seeds; None on a single task.

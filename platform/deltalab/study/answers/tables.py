@@ -92,7 +92,7 @@ def headline_table(
         front=[],
         interactions=[],
         warnings=[*too_few_seeds(rows, next(row for row in rows if row.is_reference))],
-        notes=headline_notes(rows, ledger.looks),
+        notes=headline_notes(rows, ledger.spec),
         over=[task.name for task in tasks],
     )
 
@@ -212,8 +212,8 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
     by_seed: dict[int, float] = {}
     needed = None
     if difference is not None and difference.n:
-        by_seed = scores.by_seed(arm.name, difference.n)
-        if not (difference.decided or difference.is_equal):
+        by_seed = scores.by_seed(arm.name, difference.n) if difference.of_base is None else {}
+        if by_seed and not (difference.decided or difference.is_equal):
             needed = seeds_to_decide(
                 list(by_seed.values()), len(scores.others), margin=task.margin, alpha=left_error(ledger.looks)
             )

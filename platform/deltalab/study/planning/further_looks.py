@@ -1,13 +1,15 @@
 """Finds whether a study was tested with fewer seeds before, so that its test is a further look at the same data."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.study_file import StudySpec
-from deltalab.study.statistics.looks import left_error, looks_of
+from deltalab.study.statistics.looks import left_error, looks_of, seeds_of_base, trained_in_parts
 
 TESTED = ("done", "failed")
 """The states of a study whose arms were tested."""
@@ -22,6 +24,10 @@ def as_further_look(plan: Plan, store: Store) -> Plan:
     Args:
         plan: The plan of a study. A ladder stays as it is, since all sizes of an arm need the same seeds.
         store: The ledger.
+
+    Raises:
+        InputError: The base has more seeds than the arms, in this study or in an earlier one of the same arms, for
+            which there is no further look.
     """
     if plan.spec.scales or plan.identity in {study.identity for study in store.studies()}:
         return plan
@@ -48,7 +54,9 @@ def _further(plan: Plan, store: Store) -> Iterator[Plan]:
         earlier = study.spec.get("seeds")
         if study.state not in TESTED or earlier is None:
             continue
-        if looks_of(earlier)[-1].seeds >= plan.spec.looks[-1].seeds:
+        more = plan.spec.looks[-1].seeds - looks_of(earlier)[-1].seeds
+        more_of_base = _of_base(plan.spec.model_dump()["seeds"]) - _of_base(earlier)
+        if max(more, more_of_base) <= 0:
             continue
         same = {key: study.spec[key] for key in ("name", "family", "margin") if key in study.spec}
         try:
@@ -56,8 +64,18 @@ def _further(plan: Plan, store: Store) -> Iterator[Plan]:
         except InputError:  # A name or a family that an early release allowed.
             continue
         if replace(plan, spec=spec, profile=study.profile).identity == study.identity:
+            if plan.spec.seeds_of_base is not None or seeds_of_base(earlier) is not None:
+                raise InputError(
+                    f"{plan.study_file}: seeds: study '{study.address}' has tested these arms with {json.dumps(earlier)};"
+                    " only tests with as many seeds of the base as of an arm can look further"
+                )
             at_most = plan.spec.looks[-1].seeds
             yield replace(plan, spec=_with(plan.spec, seeds={"after": earlier, "at_most": at_most}))
+
+
+def _of_base(seeds: int | Mapping[str, Any]) -> int:
+    """The most seeds of the base, from the key `seeds` of a study."""
+    return trained_in_parts(seeds, is_base=True)[-1]
 
 
 def _with(spec: StudySpec, **changes: object) -> StudySpec:

@@ -88,6 +88,8 @@ class Plan:
             computed["looks"] = [look.seeds for look in self.spec.looks]
         if any(look.spent > ALPHA for look in self.spec.looks):
             computed["spent"] = [look.spent for look in self.spec.looks]
+        if self.spec.seeds_of_base is not None:
+            computed["seeds of base"] = self.spec.seeds_of_base
         if self.spec.family != "task":
             computed["family"] = self.spec.family
         if self.spec.margin:
@@ -193,19 +195,15 @@ class Plan:
         return [len(self.tasks) * trials for trials in self.spec.search.halved] if self.spec.search else []
 
     @property
-    def _confirmed(self) -> int:
-        """Candidates of all arms that every seed trains."""
-        return sum(map(self.tried, self.arms))
-
-    @property
     def trials(self) -> int:
         """How many trials the study has, if no arm stops before the last look."""
-        return self._confirmed * len(self.spec.looks) + sum(self._searched)
+        parts = (self.tried(arm) * len(self.spec.trained_in_parts(is_base=arm.is_base)) for arm in self.arms)
+        return sum(parts) + sum(self._searched)
 
     @property
     def runs(self) -> int:
         """How many runs the study has, if no arm stops before the last look."""
-        confirmed = self._confirmed * self.spec.looks[-1].seeds
+        confirmed = sum(self.tried(arm) * self.spec.trained_in_parts(is_base=arm.is_base)[-1] for arm in self.arms)
         return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
 
     @property
@@ -227,7 +225,7 @@ class Plan:
         stage: Literal["tune", "confirm"],
         number: int,
         values: Mapping[str, Any],
-        look: int = 0,
+        part: int = 0,
         rung: int | None = None,
     ) -> Job:
         """Makes the job of a trial of an arm.
@@ -237,7 +235,8 @@ class Plan:
             stage: Whether the trial tunes or confirms.
             number: The number of the candidate.
             values: The candidate's values by path.
-            look: The look for which the trial's seeds are added.
+            part: Which of the arm's trials of the candidate it is: the look for which its seeds are added, or 1 for
+                the further seeds of the base.
             rung: The rung of successive halving; None for the whole training.
 
         Raises:
@@ -247,8 +246,8 @@ class Plan:
         if stage == "tune":
             seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self._seeds(rung)))
         else:
-            ends = [0, *(planned.seeds for planned in self.spec.looks)]
-            seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[look], CONFIRM_SEEDS_FROM + ends[look + 1]))
+            ends = [0, *self.spec.trained_in_parts(is_base=arm.is_base)]
+            seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[part], CONFIRM_SEEDS_FROM + ends[part + 1]))
         task = self.tasks[arm.task]
         config = self.with_values(arm, values)
         rules, wide, reason = [config["rule"]["name"]], False, None

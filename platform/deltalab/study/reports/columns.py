@@ -107,7 +107,7 @@ COLUMNS: tuple[Column, ...] = (
         lambda row: format_interval(row.difference, "+") if row.difference else "",
         "answer",
         Difference,
-        "Arm minus base, or minus the reference in its place, paired by seed. "
+        "Arm minus base, or minus the reference in its place, paired by seed unless the base has more. "
         "The 95% interval holds jointly over the arms that are tested together.",
         "%+.4f",
         "interval",

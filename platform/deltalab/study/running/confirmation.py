@@ -1,6 +1,7 @@
 """Decides which trials confirm the arms: every seed of an arm trains every candidate, and seeds are added in looks.
 
-An arm gets further seeds as long as it is undecided and has a prospect of a decision.
+An arm gets further seeds as long as it is undecided and has a prospect of a decision. A base that has more seeds than
+the arms trains them at once, in a trial of their own.
 """
 
 import math
@@ -30,7 +31,8 @@ class ArmTrials:
         arm: The arm.
         tried: The values of each candidate that every seed trains, by the candidate's number; None until the candidates
             are known.
-        trials: (candidate, look) -> the trial; None while the trial runs.
+        trials: (candidate, part) -> the trial; None while the trial runs. A part is a look, or the further seeds of the
+            base.
         stopped: Whether the arm gets no further seeds.
     """
 
@@ -39,9 +41,9 @@ class ArmTrials:
     trials: dict[tuple[int, int], TrialSummary | None] = field(default_factory=dict)
     stopped: bool = False
 
-    def learn(self, job: Job, look: int, summary: TrialSummary) -> None:
+    def learn(self, job: Job, part: int, summary: TrialSummary) -> None:
         """Keeps the result of a trial."""
-        self.trials[job.number, look] = summary
+        self.trials[job.number, part] = summary
 
 
 @dataclass
@@ -90,27 +92,30 @@ class ConfirmPhase:
         for trials in self.arms:
             if not trials.stopped:
                 candidates = self._plan.tried(trials.arm) if trials.tried is None else len(trials.tried)
-                total += candidates * len(self._plan.spec.looks) - len(trials.trials)
+                total += candidates * len(self._parts(trials)) - len(trials.trials)
         return total
 
     @property
     def left(self) -> int:
         """The work left, in seeds times steps of trials, if no arm that still runs stops before the last look."""
-        ends = [0, *(look.seeds for look in self._plan.spec.looks)]
-        seeds = [after - before for before, after in pairwise(ends)]
         left = 0
         for trials in self.arms:
             if not trials.stopped:
+                seeds = [after - before for before, after in pairwise((0, *self._parts(trials)))]
                 numbers = range(self._plan.tried(trials.arm)) if trials.tried is None else trials.tried
-                pairs = ((number, look) for number in numbers for look in range(len(seeds)))
-                of_arm = sum(seeds[look] for number, look in pairs if trials.trials.get((number, look)) is None)
+                pairs = ((number, part) for number in numbers for part in range(len(seeds)))
+                of_arm = sum(seeds[part] for number, part in pairs if trials.trials.get((number, part)) is None)
                 left += of_arm * trials.arm.config["train"]["steps"]
         return left
 
     def ask(self) -> Iterator[tuple[ArmTrials, Job, int]]:
-        """Yields each trial, with its look, that was not yielded before and that depends on no result still awaited."""
+        """Yields each trial, with its part, that was not yielded before and that depends on no result still awaited."""
         for family in self._families:
             yield from self._ask(family)
+
+    def _parts(self, trials: ArmTrials) -> tuple[int, ...]:
+        """How many seeds an arm has after each of its parts."""
+        return self._plan.spec.trained_in_parts(is_base=trials.arm.is_base)
 
     def leader(self, task: str) -> tuple[str, float] | None:
         """The arm whose best candidate so far has the best mean validation score on a task, and that score."""
@@ -135,11 +140,12 @@ class ConfirmPhase:
                     trials.tried = self._to_try(trials)
             asked: list[tuple[ArmTrials, Job, int]] = []
             for trials in running:
+                further = len(self._parts(trials)) - len(self._plan.spec.looks)
                 for number, values in (trials.tried or {}).items():
-                    for look in range(family.look + 1):
-                        if (number, look) not in trials.trials:
-                            trials.trials[number, look] = None
-                            asked.append((trials, self._plan.job(trials.arm, "confirm", number, values, look), look))
+                    for part in range(family.look + 1 + further):
+                        if (number, part) not in trials.trials:
+                            trials.trials[number, part] = None
+                            asked.append((trials, self._plan.job(trials.arm, "confirm", number, values, part), part))
             waits = any(trials.tried is None or None in trials.trials.values() for trials in running)
             if asked or waits:
                 return asked
@@ -220,7 +226,7 @@ class ConfirmPhase:
     def _scores(self, family: _ArmFamily, task: str) -> Scores:
         """The scores so far of a family's arms on a task."""
         arms = [trials for trials in family.arms if trials.arm.task == task]
-        kind, looks = self._plan.tasks[task], self._plan.spec.looks
+        kind, spec = self._plan.tasks[task], self._plan.spec
         runs: dict[str, dict[int, dict[int, Run]]] = {}
         seeds: dict[str, list[int]] = {}
         failed: dict[str, set[int]] = {}
@@ -231,11 +237,12 @@ class ConfirmPhase:
                     of_arm.setdefault(number, {}).update(_runs(summary, kind.metric))
                 elif summary is not None and summary.state == "failed":
                     failed.setdefault(trials.arm.name, set()).add(number)
-            reached = max((look for _, look in trials.trials), default=-1)
+            reached = max((part for _, part in trials.trials), default=-1)
             trained = any(of_arm.values())
-            seeds[trials.arm.name] = list(range(1, looks[reached].seeds + 1)) if trained else []
+            seeds[trials.arm.name] = list(range(1, self._parts(trials)[reached] + 1)) if trained else []
         base = next(trials.arm.name for trials in arms if trials.arm.is_base)
-        return Scores(base, kind.maximize, kind.chance, runs, seeds, failed, self._plan.margin(kind))
+        block = spec.looks[0].seeds if spec.seeds_of_base is not None else None
+        return Scores(base, kind.maximize, kind.chance, runs, seeds, failed, self._plan.margin(kind), block)
 
 
 def _runs(summary: TrialSummary, metric: str) -> dict[int, Run]:

@@ -22,7 +22,7 @@ from deltalab.training.train import TrainSpec
 
 _MODELS: tuple[type, ...] = (
     study_file.StudySpec, study_file.Method, study_file.Change, study_file.Seeds, study_file.Further,
-    study_file.Resources,
+    study_file.Unbalanced, study_file.Resources,
     ladder_sizes.Ladder, budget.Tune, budget.Searching, search_space.Search,
     budget.Match, budget.Constrain, budget.Bound, budget.Fidelity,
 )  # fmt: skip

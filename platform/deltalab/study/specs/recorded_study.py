@@ -11,7 +11,7 @@ from deltalab.study.specs.ladder_sizes import Ladder, task_of
 from deltalab.study.specs.search_space import Search
 from deltalab.study.specs.setting_paths import training_part
 from deltalab.study.statistics.joint_test import Look
-from deltalab.study.statistics.looks import looks_of
+from deltalab.study.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 
 _NOT_SETTINGS = ("trials", "extend", "seeds")
 """Keys of `tune` that name no setting."""
@@ -137,6 +137,15 @@ class RecordedSpec:
     def looks(self) -> tuple[Look, ...]:
         """The numbers of seeds at which the study looks at its data."""
         return looks_of(self.values["seeds"])
+
+    @property
+    def seeds_of_base(self) -> int | None:
+        """How many seeds the base has if they are more than those of an arm, else None."""
+        return seeds_of_base(self.values["seeds"])
+
+    def trained_in_parts(self, *, is_base: bool) -> tuple[int, ...]:
+        """How many seeds an arm has trained after each trial of a candidate, if it does not stop before the last."""
+        return trained_in_parts(self.values["seeds"], is_base=is_base)
 
     @property
     def is_further_look(self) -> bool:

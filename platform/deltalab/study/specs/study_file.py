@@ -16,8 +16,8 @@ from deltalab.study.specs.budget import Bound, Constrain, Match, Searching, Tune
 from deltalab.study.specs.ladder_sizes import Ladder, refuse_both
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
 from deltalab.study.specs.search_space import MOST_TRIALS, STRICT, Number, Search, Whole
-from deltalab.study.statistics.joint_test import Look
-from deltalab.study.statistics.looks import looks_of
+from deltalab.study.statistics.joint_test import Look, seeds_needed
+from deltalab.study.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 
 
 class _Strict(BaseModel):
@@ -66,14 +66,46 @@ class Further(_Strict):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
+        if isinstance(self.after, Unbalanced):
+            raise ValueError("no further look can follow seeds for the arms and more for the base")
         tested = self.after if isinstance(self.after, int) else self.after.at_most
         if self.at_most <= tested:
             raise ValueError(f"at_most {self.at_most} must be more than the {tested} seeds before")
         return self
 
 
+class Unbalanced(_Strict):
+    """More seeds for the base, which every arm is compared with, than for an arm. They are tested once.
+
+    Attributes:
+        arms: Seeds of each arm.
+        base: Seeds of the base.
+    """
+
+    arms: Annotated[Whole, Field(ge=seeds_needed(), le=1000)]
+    base: Annotated[Whole, Field(le=1000)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_looks(cls, raw: Any) -> Any:
+        for key in ("at_least", "at_most", "after"):
+            if isinstance(raw, dict) and key in raw:
+                raise ValueError(f"arms and base are tested once: leave out {key}, or arms and base")
+        return raw
+
+    @model_validator(mode="after")
+    def _base_has_more(self) -> Self:
+        if self.base <= self.arms:
+            raise ValueError(
+                f"base {self.base} must be more than arms {self.arms}; as many for all: seeds: {self.arms}"
+            )
+        return self
+
+
 def _tag(seeds: Any) -> str:
     """The kind of a study's key `seeds`."""
+    if isinstance(seeds, Unbalanced) or (isinstance(seeds, dict) and not seeds.keys().isdisjoint(("arms", "base"))):
+        return "[unbalanced]"
     if isinstance(seeds, Further) or (isinstance(seeds, dict) and "after" in seeds):
         return "[further]"
     return "[looks]" if isinstance(seeds, dict | Seeds) else "[number]"
@@ -82,7 +114,8 @@ def _tag(seeds: Any) -> str:
 SeedsKey = Annotated[
     Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")]
     | Annotated[Seeds, Tag("[looks]")]
-    | Annotated[Further, Tag("[further]")],
+    | Annotated[Further, Tag("[further]")]
+    | Annotated[Unbalanced, Tag("[unbalanced]")],
     Discriminator(_tag),
 ]
 Further.model_rebuild()
@@ -203,7 +236,8 @@ class StudySpec(_Strict):
         tune: Settings to tune, the same candidates for every arm.
         search: A search for architectures, in place of arms.
         scales: A ladder: sizes at which every arm runs, each against the base of its size.
-        seeds: How many seeds, or {at_least, at_most}, or {after, at_most} for more seeds than a test had before.
+        seeds: How many seeds, or {at_least, at_most}, or {after, at_most} for more seeds than a test had before, or
+            {arms, base} for more seeds of the base than of an arm.
         family: The arms that are tested together: those of the whole study, or those of a task.
         margin: The least difference that matters, by metric: arms that differ by less are equal. 0 makes any difference
             matter. A metric that is left out has its task's margin.
@@ -251,7 +285,7 @@ class StudySpec(_Strict):
         if self.search is not None:
             raise ValueError("scales: a search runs at one size: leave out scales or search")
         if not isinstance(self.seeds, int):
-            raise ValueError("scales: all sizes of an arm share their seeds: give seeds a number, not looks")
+            raise ValueError("scales: all sizes of an arm share their seeds: give seeds a number")
         for kind, changes in (("arms", self.arms), ("for_task", self.for_task)):
             for name, change in changes.items():
                 refuse_both(self.scales, {"model": change.model, "train": change.train}, f"{kind}.{name}")
@@ -265,7 +299,20 @@ class StudySpec(_Strict):
     @property
     def looks(self) -> tuple[Look, ...]:
         """When the arms are tested: once, with all seeds, or several times."""
-        return looks_of(self.seeds if isinstance(self.seeds, int) else self.seeds.model_dump())
+        return looks_of(self._seeds)
+
+    @property
+    def seeds_of_base(self) -> int | None:
+        """How many seeds the base has if they are more than those of an arm, else None."""
+        return seeds_of_base(self._seeds)
+
+    def trained_in_parts(self, *, is_base: bool) -> tuple[int, ...]:
+        """How many seeds an arm has trained after each trial of a candidate, if it does not stop before the last."""
+        return trained_in_parts(self._seeds, is_base=is_base)
+
+    @property
+    def _seeds(self) -> int | dict[str, Any]:
+        return self.seeds if isinstance(self.seeds, int) else self.seeds.model_dump()
 
     @model_validator(mode="before")
     @classmethod
@@ -353,7 +400,7 @@ _SAYS = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
 }
-_NO_KEY = ("str", "dict[str,any]", "[key]", "[number]", "[looks]", "[further]")
+_NO_KEY = ("str", "dict[str,any]", "[key]", "[number]", "[looks]", "[further]", "[unbalanced]")
 """Entries of pydantic's error paths that are no keys of the file."""
 _KINDS: dict[str, type[BaseModel]] = {
     "base": Method,
@@ -375,7 +422,7 @@ def _first_line(error: ValidationError) -> str:
     key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
         kind = _kind(parts)
-        names = [*kind.model_fields, *{StudySpec: ["profiles"], Seeds: ["after"]}.get(kind, [])]
+        names = [*kind.model_fields, *{StudySpec: ["profiles"], Seeds: ["after", "arms", "base"]}.get(kind, [])]
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
     if first["type"] == "value_error":
         message = first["msg"].removeprefix("Value error, ")

@@ -20,7 +20,8 @@ def looks_of(seeds: int | Mapping[str, Any]) -> tuple[Look, ...]:
     """Returns the looks of a study.
 
     Args:
-        seeds: The key `seeds` of its file: a number, `at_least` and `at_most`, or `after` and `at_most`.
+        seeds: The key `seeds` of its file: a number, `at_least` and `at_most`, `after` and `at_most`, or `arms` and
+            `base`, whose looks are those of the arms.
 
     Examples:
         >>> looks = looks_of({"after": {"after": 6, "at_most": 9}, "at_most": 20})
@@ -29,9 +30,39 @@ def looks_of(seeds: int | Mapping[str, Any]) -> tuple[Look, ...]:
     """
     if isinstance(seeds, int):
         return one_look(seeds)
+    if "arms" in seeds:
+        return one_look(seeds["arms"])
     if "after" in seeds:
         return further_look(looks_of(seeds["after"]), seeds["at_most"])
     return spread_looks(**seeds)
+
+
+def seeds_of_base(seeds: int | Mapping[str, Any]) -> int | None:
+    """Returns how many seeds the base has if they are more than those of an arm, else None.
+
+    Args:
+        seeds: The key `seeds` of a study's file.
+    """
+    return None if isinstance(seeds, int) else seeds.get("base")
+
+
+def trained_in_parts(seeds: int | Mapping[str, Any], *, is_base: bool) -> tuple[int, ...]:
+    """Returns how many seeds an arm has trained after each trial of a candidate, if it does not stop before the last.
+
+    The base trains its further seeds in a trial of their own, so that those of the arms are a trial that other studies
+    may have.
+
+    Args:
+        seeds: The key `seeds` of the study's file.
+        is_base: Whether the arm is the base.
+
+    Examples:
+        >>> trained_in_parts({"arms": 6, "base": 16}, is_base=True), trained_in_parts(7, is_base=True)
+        ((6, 16), (7,))
+    """
+    parts = tuple(look.seeds for look in looks_of(seeds))
+    further = seeds_of_base(seeds) if is_base else None
+    return parts if further is None else (*parts, further)
 
 
 def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Look, ...]:

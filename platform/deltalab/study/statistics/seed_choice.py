@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from deltalab.study.statistics.cross_fitting import Sample
 from deltalab.study.statistics.joint_test import UNKNOWN, Look, Outcome, follow
 from deltalab.study.statistics.pairs import Pairs
+from deltalab.study.statistics.unbalanced import Groups, compare_groups
 
 SUBSETS = 64
 """How many subsets of candidates the expected result of a smaller budget is the mean of, at most."""
@@ -50,6 +51,8 @@ class Scores:
         seeds: The seeds that each arm was to train, in order.
         failed: The candidates whose trials failed, by arm; an arm without failures may be absent.
         margin: The least difference of the metric that matters.
+        block: The seeds of an arm, if the base of the study has more; None if all have the same seeds. So many seeds
+            weigh for one another, those of the base too.
         results: Arm -> seed -> the weighted mean of its runs' test scores.
     """
 
@@ -60,6 +63,7 @@ class Scores:
     seeds: Mapping[str, Sequence[int]]
     failed: Mapping[str, Collection[int]] = field(default_factory=dict)
     margin: float = 0.0
+    block: int | None = None
     results: dict[str, dict[int, float]] = field(init=False)
     _worst: dict[tuple[str, int], float] = field(init=False, repr=False, default_factory=dict)
     _kept_weights: dict[str, NDArray[np.float64]] = field(init=False, repr=False, default_factory=dict)
@@ -109,7 +113,7 @@ class Scores:
                 run = self._finished(arm, number, seed)
                 validation[i, c] = run.validation if run else self.worst(seed, "validation")
                 test[i, c] = run.test if run else self.worst(seed)
-        return Sample(validation, test, self.maximize)
+        return Sample(validation, test, self.maximize, self.block)
 
     def _finished(self, arm: str, number: int, seed: int) -> Run | None:
         """A run; None if it did not finish."""
@@ -151,9 +155,15 @@ class Scores:
         return self._kept_weights[arm]
 
     def worst(self, seed: int, split: str = "test") -> float:
-        """Returns the worst outcome of a seed: the worst score of all arms, or chance if chance is worse."""
+        """Returns the worst outcome of a seed: the worst score of all arms, or chance if chance is worse.
+
+        If the base has seeds of its own, the worst score with any seed counts: a seed of the base alone must not do
+        better for that.
+        """
         if (split, seed) not in self._worst:
-            runs = [run[seed] for runs in self.runs.values() for run in runs.values() if seed in run]
+            by_seed = [run for runs in self.runs.values() for run in runs.values()]
+            seeds = [seed] if self.block is None else {other for run in by_seed for other in run}
+            runs = [run[other] for run in by_seed for other in seeds if other in run]
             worst, scores = min if self.maximize else max, [getattr(run, split) for run in runs]
             self._worst[split, seed] = worst([self.chance, *filter(math.isfinite, scores)])
         return self._worst[split, seed]
@@ -170,6 +180,12 @@ class Scores:
         of_arm, of_base = self.sample(arm, seeds), self.sample(base, seeds)
         candidates = max(of_arm.candidates, of_base.candidates)
         return Pairs(of_arm.widened(candidates), of_base.widened(candidates))
+
+    def groups(self, arm: str) -> Groups:
+        """Returns the runs of an arm and of the base, each on all of its seeds."""
+        of_arm, of_base = (self.sample(name, self.trained(name)) for name in (arm, self.base))
+        candidates = max(of_arm.candidates, of_base.candidates)
+        return Groups(of_arm.widened(candidates), of_base.widened(candidates))
 
     def shared_seeds(self, arm: str, base: str | None = None) -> list[int]:
         """Returns the seeds of an arm and of the base, or of another arm in its place, in order."""
@@ -248,6 +264,9 @@ def outcomes(
 ) -> list[dict[str, Outcome]]:
     """Tests all arms of several tasks as one family.
 
+    If the base has more seeds than the arms, they are compared as groups, once; afterwards, with another reference than
+    the base, in pairs like those of any study.
+
     Args:
         tables: The scores on each task.
         looks: The looks of the study.
@@ -261,9 +280,13 @@ def outcomes(
     arms = [(unit, arm) for unit, table in enumerate(tables) for arm in table.others]
     if afterwards:
         arms = [(unit, arm) for unit, arm in arms if len(tables[unit].shared_seeds(arm)) >= looks[0].seeds]
-    pairs = [tables[unit].pairs(arm) for unit, arm in arms]
     units, margins = [unit for unit, _ in arms], [tables[unit].margin for unit, _ in arms]
-    followed = follow(pairs, looks, units, margins=margins, intervals=intervals, afterwards=afterwards)
+    if any(table.block is not None for table in tables) and not afterwards:
+        compared = compare_groups([tables[unit].groups(arm) for unit, arm in arms], units, margins)
+        followed = [Outcome(difference, "last") for difference in compared]
+    else:
+        pairs = [tables[unit].pairs(arm) for unit, arm in arms]
+        followed = follow(pairs, looks, units, margins=margins, intervals=intervals, afterwards=afterwards)
     for (unit, arm), outcome in zip(arms, followed, strict=True):
         by_task[unit][arm] = outcome
     return by_task
