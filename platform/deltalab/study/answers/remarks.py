@@ -378,8 +378,8 @@ def _about_test(spec: RecordedSpec, family: str, against: str | None) -> str:
             f"sign-flip test over {family} arms and hold jointly."
         )
     return (
-        f"Differences are arm minus base, {spec.looks[0].seeds} seeds against {spec.seeds_of_base}, not paired. p is that "
-        "of an exact test by relabelling runs, or of Welch's test if that is larger, times the number of "
+        f"Differences are arm minus base, {spec.looks[0].seeds} seeds against {spec.seeds_of_base}, not paired. p is "
+        "that of an exact test by relabelling runs, or of Welch's test if that is larger, times the number of "
         f"{family} arms; so intervals hold jointly."
     )
 

@@ -20,7 +20,8 @@ from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters
 from deltalab.models.published import preset_text
 from deltalab.reading import pairs
 from deltalab.store.studies.driver_status import duration
-from deltalab.study.forecast.power import Spread, detectable, seeds_to_equal
+from deltalab.study.forecast.designs import advice
+from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups, seeds_to_equal
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
 from deltalab.study.planning.model_costs import CostCounter, ModelCosts, dead_parameters_text
 from deltalab.study.planning.plan import Plan, PlannedArm
@@ -28,6 +29,7 @@ from deltalab.study.specs.ladder_sizes import learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.specs.setting_paths import training_part
 from deltalab.study.statistics.joint_test import ALPHA, seeds_needed, smallest_p
+from deltalab.study.statistics.unbalanced import RELABELLINGS
 
 TIMING_SECONDS = 0.5
 """About how many seconds the arms of a study on CPUs are timed in all. Other arms are scaled by their operations."""
@@ -97,6 +99,7 @@ class Estimate:
         trials: The most trials that the study takes.
         runs: The most runs that the study takes.
         seeds: The most seeds of an arm.
+        seeds_of_base: How many seeds the base has if they are more than those of an arm; None if they are not.
         looks: How many seeds each look has; empty if there is one look.
         workers: How many stacks run at a time.
         stack: The most trials in one stack.
@@ -117,6 +120,7 @@ class Estimate:
     trials: int
     runs: int
     seeds: int
+    seeds_of_base: int | None
     looks: list[int]
     workers: int
     stack: int | Literal["auto"]
@@ -176,7 +180,10 @@ class Estimate:
                 f"find with 80% probability that one of {arms} arm{'s' * (arms != 1)} differs by {self.detectable:.2g} "
                 "standard deviations of a seed's score"
             )
-        lines = [f"{self.seeds} paired seeds {power}."]
+        seeds = f"{self.seeds} paired seeds"
+        if self.seeds_of_base is not None:
+            seeds = f"{self.seeds} seeds of each arm and {self.seeds_of_base} of the base"
+        lines = [f"{seeds} {power}."]
         if self.looks:
             stops = ", ".join(map(str, self.looks))
             lines.append(f"They are added in looks, after {stops} seeds, and an arm may stop before the last.")
@@ -217,7 +224,8 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         times = _times(plan, trainings)
     finally:
         torch.set_num_threads(before)
-    runs = plan.whole_runs / len(plan.arms)
+    confirmed = [plan.confirmed(arm) for arm in plan.arms]
+    searched = (plan.whole_runs - sum(confirmed)) / len(plan.arms)
     arms = [
         ArmCost(
             task=arm.task,
@@ -233,15 +241,22 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             state_size=cost.cache.state,
             kv_cache=cost.cache.kv,
             conv_cache=cost.cache.conv,
-            seconds=None if step is None else runs * step * _steps(training),
+            seconds=None if step is None else (searched + runs) * step * _steps(training),
         )
-        for arm, (cost, dead), training, step in zip(plan.arms, costs, trainings, times.steps, strict=True)
+        for arm, runs, (cost, dead), training, step in zip(
+            plan.arms, confirmed, costs, trainings, times.steps, strict=True
+        )
     ]
     whole = [arm.seconds for arm in arms if arm.seconds is not None]
     seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
     spec = RecordedSpec(plan.spec.model_dump(include={"family", "scales", "task"}))
     tested *= len(spec.families(list(plan.tasks))[0])
-    effect = detectable(plan.spec.looks, tested) if tested and smallest_p(seeds) <= ALPHA else None
+    of_base = plan.spec.seeds_of_base
+    effect = None
+    if tested and smallest_p(seeds) <= ALPHA:
+        effect = (
+            detectable(plan.spec.looks, tested) if of_base is None else detectable_by_groups(seeds, of_base, tested)
+        )
     return Estimate(
         study=plan.spec.name,
         profile=plan.profile,
@@ -249,19 +264,22 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         trials=plan.trials,
         runs=plan.runs,
         seeds=seeds,
+        seeds_of_base=of_base,
         looks=[look.seeds for look in plan.spec.looks] if len(plan.spec.looks) > 1 else [],
         workers=workers,
         stack=wanted.stack,
         seconds=sum(whole) / workers if len(whole) == len(arms) else None,
         where=times.where,
         how=times.how,
-        smallest_p=smallest_p(seeds),
+        smallest_p=smallest_p(seeds) if of_base is None else min(1.0, tested / RELABELLINGS),
         detectable=effect,
         effects=[
             Effect(
                 spread.task,
                 spread.metric,
-                effect * spread.sd,
+                effect * spread.sd
+                if of_base is None
+                else detectable_by_groups(seeds, of_base, tested, spread.correlation or 0.0) * spread.sd_of_groups,
                 margin,
                 seeds_to_equal(spread.sd, margin, tested) if margin else None,
                 spread.sd,
@@ -272,6 +290,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             if effect is not None and math.isfinite(effect)
         ],
         notes=(
+            *advice(plan, spreads, tested),
             *_searched(plan),
             *plan.notes,
             *_dead(plan, arms),

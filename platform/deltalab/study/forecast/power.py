@@ -15,6 +15,7 @@ from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab.study.statistics.joint_test import ALPHA, Look, rejects, seeds_needed, smallest_p
+from deltalab.study.statistics.unbalanced import Groups, compare_one
 from deltalab.tasks import Task
 
 POWER = 0.8
@@ -47,6 +48,11 @@ class Spread:
     sd: float
     source: str
     correlation: float | None = None
+
+    @property
+    def sd_of_groups(self) -> float:
+        """The standard deviation of a seed's score where seeds are not paired: `sd` is without what arms share."""
+        return self.sd / math.sqrt(1 - min(max(self.correlation or 0.0, 0.0), 0.99))
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,35 @@ def detectable(looks: tuple[Look, ...], arms: int) -> float:
         rejected = np.any([rejects(differences, -effects, looks[:k]) for k in range(1, len(looks) + 1)], axis=0)
         least.append(effects[np.argmax(rejected)] if rejected.any() else math.inf)
     return float(np.quantile(least, POWER))
+
+
+@cache
+def detectable_by_groups(seeds: int, of_base: int, arms: int, correlation: float = 0.0) -> float:
+    """Returns what `detectable` does where the base has more seeds than an arm.
+
+    Args:
+        seeds: The seeds of an arm.
+        of_base: The seeds of the base.
+        arms: The arms that are tested together.
+        correlation: The correlation of a seed's scores between arms.
+
+    Returns:
+        The effect; infinite if the arms are too many to find any effect.
+
+    Examples:
+        >>> 1.9 < detectable_by_groups(6, 16, 7) < 2.2
+        True
+    """
+    random, shared = np.random.default_rng(0), min(max(correlation, 0.0), 1.0)
+    others = min(arms, MOST_ARMS) - 1
+    least = []
+    for _ in range(STUDIES):
+        of_seed = math.sqrt(shared) * random.normal(size=of_base)
+        base = of_seed + math.sqrt(1 - shared) * random.normal(size=of_base)
+        scores = of_seed[:seeds] + math.sqrt(1 - shared) * random.normal(size=(1 + others, seeds))
+        found = compare_one(Groups.plain(scores[0], base), [float(arm.var(ddof=1)) for arm in scores[1:]], arms)
+        least += [-found.low, found.high]  # An effect, up or down, shifts the interval, which then leaves out 0.
+    return float(np.quantile(least, POWER, method="higher"))
 
 
 def seeds_to_equal(sd: float, margin: float, arms: int) -> int:

@@ -66,8 +66,8 @@ def _further(plan: Plan, store: Store) -> Iterator[Plan]:
         if replace(plan, spec=spec, profile=study.profile).identity == study.identity:
             if plan.spec.seeds_of_base is not None or seeds_of_base(earlier) is not None:
                 raise InputError(
-                    f"{plan.study_file}: seeds: study '{study.address}' has tested these arms with {json.dumps(earlier)};"
-                    " only tests with as many seeds of the base as of an arm can look further"
+                    f"{plan.study_file}: seeds: '{study.address}' has tested these arms with {json.dumps(earlier)}; "
+                    "only tests with as many seeds of the base as of an arm can look further"
                 )
             at_most = plan.spec.looks[-1].seeds
             yield replace(plan, spec=_with(plan.spec, seeds={"after": earlier, "at_most": at_most}))

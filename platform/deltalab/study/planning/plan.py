@@ -203,8 +203,11 @@ class Plan:
     @property
     def runs(self) -> int:
         """How many runs the study has, if no arm stops before the last look."""
-        confirmed = sum(self.tried(arm) * self.spec.trained_in_parts(is_base=arm.is_base)[-1] for arm in self.arms)
-        return confirmed + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
+        return sum(map(self.confirmed, self.arms)) + sum(n * self._seeds(rung) for rung, n in enumerate(self._searched))
+
+    def confirmed(self, arm: PlannedArm) -> int:
+        """How many runs an arm has besides those of a search, if it does not stop before the last look."""
+        return self.tried(arm) * self.spec.trained_in_parts(is_base=arm.is_base)[-1]
 
     @property
     def whole_runs(self) -> float:

@@ -137,12 +137,19 @@ def compare_groups(
     differences = []
     for j, (of_arm, margin) in enumerate(zip(groups, margins, strict=True)):
         others = [v for i, v in enumerate(variances) if i != j and units[i] == units[j] and math.isfinite(v)]
-        differences.append(_difference(of_arm, others, len(groups), margin))
+        differences.append(compare_one(of_arm, others, len(groups), margin))
     return differences
 
 
-def _difference(groups: Groups, others: list[float], arms: int, margin: float) -> Difference:
-    """The difference of an arm, one of several, where the other arms have the variances given."""
+def compare_one(groups: Groups, others: Sequence[float], arms: int, margin: float = 0.0) -> Difference:
+    """Tests an arm of several.
+
+    Args:
+        groups: The runs of the arm and of its base.
+        others: The variances of the results of the other arms in the same unit.
+        arms: How many arms are tested together.
+        margin: The least difference that matters.
+    """
     of_arm, of_base = groups.results
     n, b, mean = len(of_arm), len(of_base), float(of_arm.mean() - of_base.mean())
     if min(n, b) < 2:
