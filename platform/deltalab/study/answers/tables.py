@@ -213,7 +213,7 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
     needed = None
     if difference is not None and difference.n:
         by_seed = scores.by_seed(arm.name, difference.n) if difference.of_base is None else {}
-        if by_seed and not (difference.decided or difference.is_equal):
+        if scores.block is None and not (difference.decided or difference.is_equal):
             needed = seeds_to_decide(
                 list(by_seed.values()), len(scores.others), margin=task.margin, alpha=left_error(ledger.looks)
             )

@@ -38,6 +38,7 @@ class Calibration:
         tasks: The tasks whose arms are tested together.
         arms: How many arms there are beside the base.
         looks: How many seeds each look has.
+        seeds_of_base: How many seeds the base has if they are more than those of an arm; None if they are not.
         pool: How many seeds there are to draw the seeds of A/A studies from.
         studies: How many A/A studies there were.
         wrong: The share of A/A studies that found a difference, which is a false verdict.
@@ -50,6 +51,7 @@ class Calibration:
     tasks: list[str]
     arms: int
     looks: list[int]
+    seeds_of_base: int | None
     pool: int
     studies: int
     wrong: float
@@ -61,9 +63,11 @@ class Calibration:
     def __str__(self) -> str:
         """The calibration in lines of text."""
         arms = "1 arm" if self.arms == 1 else f"{self.arms} arms"
-        seeds = " to ".join(map(str, dict.fromkeys((self.looks[0], self.looks[-1]))))
+        seeds = " to ".join(map(str, dict.fromkeys((self.looks[0], self.looks[-1])))) + " seeds"
+        if self.seeds_of_base is not None:
+            seeds += f", and {self.seeds_of_base} of the base"
         return (
-            f"{', '.join(self.tasks)}: {self.studies} A/A studies, {arms} beside the base, {seeds} seeds, "
+            f"{', '.join(self.tasks)}: {self.studies} A/A studies, {arms} beside the base, {seeds}, "
             f"drawn from {self.pool}\n"
             f"  with a verdict, which is false: {self.wrong:.1%} [{self.low:.1%}, {self.high:.1%}]\n"
             f"  with 0 in all intervals: {self.coverage:.1%}\n"
@@ -130,7 +134,7 @@ def real(
     with Store.open(db, create=False) as store:
         scores = scores_by_task(store, store.study(result.study_id))
     pools = {task: _runs_of(of_task, of_task.base) for task, of_task in scores.items()}
-    wanted = len(plan.names) * spec.looks[-1].seeds
+    wanted = _seeds_in_all(plan)
     for task, pool in pools.items():
         if len(pool) < wanted:
             raise InputError(f"{plan.study_file}: {wanted - len(pool)} of {wanted} runs on task '{task}' failed")
@@ -147,10 +151,15 @@ def base_alone(plan: Plan) -> Plan:
         "factorial": (),
         "arms": {},
         "search": None,
-        "seeds": len(plan.names) * plan.spec.looks[-1].seeds,
+        "seeds": _seeds_in_all(plan),
     }
     base = make_plan(plan.spec.model_copy(update=alone), profile=plan.profile, study_file=plan.study_file)
     return replace(base, overrides=plan.overrides)
+
+
+def _seeds_in_all(plan: Plan) -> int:
+    """The seeds that all arms of a plan have together on a task."""
+    return (len(plan.names) - 1) * plan.spec.looks[-1].seeds + plan.spec.trained_in_parts(is_base=True)[-1]
 
 
 def residuals(scores: Scores, bounds: Sequence[float] | None = None) -> Array:
@@ -211,17 +220,20 @@ def _calibrated(
         raise InputError("the study has no arm beside its base: there is nothing to compare")
     random = np.random.default_rng(0)
     console = Console(stderr=True)
-    shape = (arms + 1, looks[-1].seeds)
+    recorded = RecordedSpec(spec)
+    seeds = [recorded.trained_in_parts(is_base=arm == 0)[-1] for arm in range(arms + 1)]
+    size, block = sum(seeds), looks[0].seeds if recorded.seeds_of_base is not None else None
     calibrations = []
-    for tasks in RecordedSpec(spec).families(list(pools)):
+    for tasks in recorded.families(list(pools)):
         wrong = held = 0
         hidden = quiet or not console.is_terminal
         for _ in track(range(repeats), f"A/A studies, {', '.join(tasks)}", console=console, disable=hidden):
             tables = []
             for task in tasks:
-                pool, size = pools[task], math.prod(shape)
+                pool = pools[task]
                 drawn = random.permutation(len(pool))[:size] if real else random.integers(len(pool), size=size)
-                tables.append(_study(pool[drawn].reshape(*shape, *pool.shape[1:]), like[task]))
+                by_arm = np.split(pool[drawn], np.cumsum(seeds)[:-1])
+                tables.append(_study(by_arm, like[task], block))
             outcomes_of_all = [
                 outcome for table in outcomes(tables, looks, intervals=False) for outcome in table.values()
             ]
@@ -234,6 +246,7 @@ def _calibrated(
                 tasks=tasks,
                 arms=arms,
                 looks=[look.seeds for look in looks],
+                seeds_of_base=recorded.seeds_of_base,
                 pool=min(len(pools[task]) for task in tasks),
                 studies=repeats,
                 wrong=wrong / repeats,
@@ -246,15 +259,14 @@ def _calibrated(
     return calibrations
 
 
-def _study(drawn: Array, like: Scores) -> Scores:
-    """Makes the scores of an A/A study from its runs [arms, seeds, C, 2], with direction and chance level of `like`."""
-    seeds = range(1, drawn.shape[1] + 1)
-    numbers = range(drawn.shape[2])
+def _study(by_arm: Sequence[Array], like: Scores, block: int | None) -> Scores:
+    """Makes the scores of an A/A study from the runs of its arms, each [seeds, C, 2], on the scale of `like`."""
+    seeds = {str(arm): range(1, len(drawn) + 1) for arm, drawn in enumerate(by_arm)}
     runs = {
-        str(arm): {number: {seed: Run(*by_seed[seed - 1][number]) for seed in seeds} for number in numbers}
-        for arm, by_seed in enumerate(drawn.tolist())
+        arm: {number: {seed: Run(*drawn[seed - 1, number]) for seed in seeds[arm]} for number in range(drawn.shape[1])}
+        for arm, drawn in zip(seeds, by_arm, strict=True)
     }
-    return Scores("0", like.maximize, like.chance, runs, dict.fromkeys(runs, seeds))
+    return Scores("0", like.maximize, like.chance, runs, seeds, block=block)
 
 
 def _conclusion(low: float, looks: Sequence[Look]) -> str:
