@@ -5,8 +5,9 @@
 The parts are error and coverage of the designs of tuning, the power of the test with several constants c, error and
 coverage by distribution and number of seeds, the runs that sequential looks save, in `calibration_choices` how seeds
 choose, candidates that failed and families of tasks, in `calibration_margins` verdicts by a margin, in
-`calibration_looks` differences that were decided early, in `calibration_tasks` means over tasks, and in
-`calibration_trends` the predictions of ladders and Kendall's tau between tasks. The figures of the test come from p
+`calibration_looks` differences that were decided early, in `calibration_tasks` means over tasks, in
+`calibration_trends` the predictions of ladders and Kendall's tau between tasks, and in `calibration_unbalanced` more
+seeds of the base. The figures of the test come from p
 alone, computed for many studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`,
 which must find the same verdicts, and intervals that agree with the verdicts. The script takes four hours on one core.
 """
@@ -31,6 +32,7 @@ from calibration_looks import early_decisions
 from calibration_margins import margins
 from calibration_tasks import over_tasks_coverage, over_tasks_error, over_tasks_power
 from calibration_trends import extrapolation, transfer_tau
+from calibration_unbalanced import unbalanced_error, unbalanced_power, unbalanced_tuned
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -495,13 +497,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes the figures as JSON")
     parser.add_argument("--repeats", type=int, default=6000, help="studies of each kind")
     parser.add_argument("--checks", type=int, default=10, help="studies of each kind that go through deltalab's own")
-    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="some of the parts")
     options = parser.parse_args()
     start = time.perf_counter()
     bench = Bench(options.repeats, Checked(options.checks))
     figures: dict[str, list[dict[str, Any]]] = {}
     for name, part in PARTS.items():
-        if options.only in (None, name):
+        if not options.only or name in options.only:
             figures[name] = []
             for row in part(bench):
                 print(" ".join(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
@@ -551,6 +553,9 @@ PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
         over_tasks_power,
         extrapolation,
         transfer_tau,
+        unbalanced_error,
+        unbalanced_tuned,
+        unbalanced_power,
     )
 }
 

@@ -112,6 +112,16 @@ def test_a_study_keeps_its_promise(tmp_path: Path) -> None:
     assert found.says.startswith("No sign that the promise is broken")
 
 
+def test_more_seeds_of_the_base_are_those_of_the_study(tmp_path: Path) -> None:
+    db = tmp_path / "l.db"
+    study = recorded(db, 6, seeds={"arms": 6, "base": 12})
+    with Store.open(db) as store:
+        (found,) = calibration.simulated(store, study, repeats=6)
+    assert (found.looks, found.seeds_of_base, found.arms) == ([6], 12, 3)
+    assert found.coverage == 1 - found.wrong
+    assert "3 arms beside the base, 6 seeds, and 12 of the base, drawn from 24" in str(found)
+
+
 def test_looks_and_the_family_are_those_of_the_study(tmp_path: Path) -> None:
     db = tmp_path / "l.db"
     study = recorded(db, 9, ("mqar", "text"), family="study", seeds={"at_least": 6, "at_most": 9})
@@ -137,8 +147,8 @@ def test_a_promise_that_is_broken_is_called_so(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(
         calibration,
         "_study",
-        lambda drawn, like, plain=calibration._study: plain(
-            np.broadcast_to(drawn[:, :1], drawn.shape) + 1e-6 * drawn, like
+        lambda by_arm, like, block, plain=calibration._study: plain(
+            [np.broadcast_to(drawn[:1], drawn.shape) + 1e-6 * drawn for drawn in by_arm], like, block
         ),
     )
     with Store.open(db) as store:

@@ -5,21 +5,24 @@ import re
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import yaml
 from rich.console import Console
 from tests.support.folders import ROOT
+from tests.support.schedules import STUDY
 
 from deltalab import get_task
 from deltalab.store import RunRecord, Store
+from deltalab.study.forecast.designs import Design, advice
 from deltalab.study.forecast.estimate import Estimate, estimate
 from deltalab.study.forecast.power import (
     MeasuredSpread,
     Spread,
     detectable,
+    detectable_by_groups,
     nearest_spreads,
     seed_correlation,
     seeds_to_equal,
@@ -32,8 +35,10 @@ from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.statistics.joint_test import compare, follow, one_look
 from deltalab.study.statistics.looks import spread_looks
+from deltalab.study.statistics.unbalanced import Groups, compare_groups
 from deltalab.study.workers.train_stack import failed
 
+SEVEN = {f"lr_{i}": {"train": {"lr": i / 1000}} for i in range(1, 8)}
 SPLITS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
 
 
@@ -69,6 +74,49 @@ def test_the_detectable_effect_is_found_in_most_studies() -> None:
         scores[1] += effect
         told += compare(list(scores[1:] - scores[0]))[0].decided
     assert 0.65 <= told / 60 <= 0.95
+
+
+def test_the_effect_beside_more_seeds_of_the_base_is_found_in_most_studies() -> None:
+    """Counted on studies of their own. Seeds that correlate hardly matter here, and halve what pairs find."""
+    effect, random, told = detectable_by_groups(6, 16, 7), np.random.default_rng(7), 0
+    for _ in range(100):
+        arms, base = random.normal(size=(7, 6)), random.normal(size=16)
+        arms[0] += effect
+        told += compare_groups([Groups.plain(arm, base) for arm in arms])[0].decided
+    assert 0.68 <= told / 100 <= 0.92
+    assert detectable_by_groups(6, 16, 7, 0.5) == pytest.approx(effect, rel=0.15)
+    pairs = Design(7, 7)
+    assert Design(7, 6, 16).effect(7, 0.0) == effect < pairs.effect(7, 0.0), "56 runs"
+    assert pairs.effect(7, 0.5) == pytest.approx(pairs.effect(7, 0.0) / math.sqrt(2))
+    assert pairs.effect(7, 0.5) < effect
+    assert detectable_by_groups(6, 16, 500) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("seeds", "correlation", "says"),
+    [
+        (7, 0.05, "seeds: {arms: 6, base: 14} would find"),
+        (7, 0.6, None),
+        ({"arms": 6, "base": 16}, 0.6, "seeds: 7 would find"),
+        ({"arms": 6, "base": 16}, 0.05, None),
+        (6, 0.05, None),
+        ({"at_least": 6, "at_most": 12}, 0.05, None),
+    ],
+    ids=str,
+)
+def test_a_plan_names_the_design_that_finds_more(seeds: Any, correlation: float, says: str | None) -> None:
+    plan = make_plan(load_study({**STUDY, "seeds": seeds, "arms": SEVEN}))
+    (task,) = plan.tasks
+    lines = advice(plan, [Spread(task, "accuracy", 0.1, "given", correlation)], 7)
+    why = [line for line in lines if "are not paired" in line]
+    assert bool(why) == (isinstance(seeds, dict) and "base" in seeds)
+    assert [line.partition(" find")[0] + " find" for line in lines if line not in why] == ([says] if says else [])
+    assert advice(plan, [Spread(task, "accuracy", 0.1, "given by --sd")], 7) == why, "no correlation is known"
+
+
+def test_a_spread_of_pairs_lacks_what_seeds_share() -> None:
+    assert Spread("t", "accuracy", 0.1, "given", 0.75).sd_of_groups == pytest.approx(0.2)
+    assert [Spread("t", "accuracy", 0.1, "given", r).sd_of_groups for r in (None, 0.0, -0.2)] == [0.1, 0.1, 0.1]
 
 
 def test_an_effect_is_told_in_the_tasks_own_metric() -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from tests.support.schedules import MQAR, STUDY
 
+from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.store.models import StudyState
 from deltalab.study.planning.further_looks import as_further_look
@@ -69,6 +70,34 @@ def test_looks_follow_one_another(plan: Callable[..., Plan], store: Store) -> No
     *planned, last = looks(plan(seeds=30, ablate=["b"]), store)
     assert planned == looks(plan(seeds={"at_least": 6, "at_most": 15}, ablate=["b"]), store)
     assert last == (30, pytest.approx(0.0525))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        (6, {"arms": 6, "base": 16}),
+        ({"arms": 6, "base": 16}, 8),
+        ({"arms": 6, "base": 16}, {"arms": 6, "base": 20}),
+        ({"at_least": 4, "at_most": 6}, {"arms": 6, "base": 16}),
+    ],
+    ids=str,
+)
+def test_more_seeds_of_the_base_are_no_further_look(
+    plan: Callable[..., Plan], store: Store, earlier: Any, later: Any
+) -> None:
+    looked_at(store, plan(seeds=earlier))
+    with pytest.raises(
+        InputError, match=r"'s' has tested these arms with .*; only tests with as many seeds of the base"
+    ):
+        as_further_look(plan(seeds=later, name="again"), store)
+    other = plan(seeds=later, ablate=["b"])
+    assert as_further_look(other, store) == other, "its arms were not tested"
+
+
+def test_fewer_seeds_than_those_of_a_test_are_none(plan: Callable[..., Plan], store: Store) -> None:
+    looked_at(store, plan(seeds={"arms": 6, "base": 16}))
+    for seeds in ({"arms": 6, "base": 16}, {"arms": 6, "base": 12}, 6):
+        assert looks(plan(seeds=seeds, name="again"), store) == [(6, 0.05)]
 
 
 def test_what_was_not_tested_is_no_look(plan: Callable[..., Plan], store: Store) -> None:

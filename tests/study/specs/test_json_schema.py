@@ -39,6 +39,11 @@ def wrong(text: str) -> list[str]:
     return [error.message for error in Draft202012Validator(schema()).iter_errors(read_yaml(text, where="test"))]
 
 
+def test_more_seeds_of_the_base_are_in_the_schema() -> None:
+    assert wrong("{name: s, task: mqar, base: {rule: comba}, seeds: {arms: 6, base: 16}}") == []
+    assert wrong("{name: s, task: mqar, base: {rule: comba}, seeds: {arms: 6, bsae: 16}}")
+
+
 def test_the_shipped_file_is_the_schema() -> None:
     assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "platform study schema --out studies/study.schema.json"
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from deltalab.study.statistics import cross_fitting
 from deltalab.study.statistics.joint_test import compare, one_look
 from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
+from deltalab.study.statistics.unbalanced import Groups, compare_groups
 
 GONE = Run(math.nan, math.nan)
 Table = dict[str, dict[int, dict[int, Run]]]
@@ -117,6 +118,35 @@ def test_a_collapsed_arm_is_not_better() -> None:
     assert outcome.difference.n == 15
     assert outcome.difference.mean < 0
     assert not outcome.difference.low > 0
+
+
+def test_a_seed_of_the_base_alone_is_as_bad_as_the_worst_of_any_seed() -> None:
+    """Else a base that diverges there would do better than an arm that diverges beside it."""
+    table: Table = {
+        "base": {0: {seed: Run(0.5, 0.5) for seed in range(1, 9)} | {8: GONE}},
+        "arm": {0: {seed: Run(0.5, -0.1 * seed) for seed in range(1, 7)}},
+    }
+    seeds = {"base": range(1, 9), "arm": range(1, 7)}
+    assert Scores("base", True, 0.0, table, seeds, block=6).results["base"][8] == pytest.approx(-0.6)
+    assert Scores("base", True, 0.0, table, seeds).results["base"][8] == 0.0
+
+
+def test_a_base_with_more_seeds_is_compared_as_a_group_and_any_other_reference_in_pairs() -> None:
+    random = np.random.default_rng(1)
+    table = {
+        arm: {0: {seed: Run(0.5, score) for seed, score in enumerate(random.normal(size=n).tolist(), 1)}}
+        for arm, n in {"base": 12, "a": 6, "b": 6}.items()
+    }
+    seeds = {arm: [*of_arm[0]] for arm, of_arm in table.items()}
+    found = Scores("base", True, 0.0, table, seeds, block=6)
+    groups = [Groups.plain([*found.results[arm].values()], [*found.results["base"].values()]) for arm in "ab"]
+    (by_arm,) = outcomes([found], one_look(6))
+    assert [by_arm[arm].difference for arm in "ab"] == compare_groups(groups)
+    (other,) = outcomes([replace(found, base="a")], one_look(6), afterwards=True)
+    in_pairs = replace(found, base="a")
+    expected = compare([in_pairs.differences(arm) for arm in ("base", "b")])
+    assert [other[arm].difference for arm in ("base", "b")] == expected
+    assert [d.of_base for d in expected] == [None, None]
 
 
 def test_a_difference_of_rounding_is_none() -> None:
