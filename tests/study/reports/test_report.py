@@ -223,7 +223,7 @@ def test_json_has_every_figure_and_no_nan(whole: Report) -> None:
     [table] = found["tables"]
     assert (found["state"], table["metric"], table["maximize"]) == ("failed", "accuracy", True)
     iplr = table["rows"][3]
-    assert set(iplr["difference"]) == {"mean", "low", "high", "p", "n", "margin", "is_equal"}
+    assert set(iplr["difference"]) == {"mean", "low", "high", "p", "n", "margin", "is_equal", "of_base"}
     assert iplr["score"]["missing"] == 2
     assert table["warnings"] == ["no_d has 2.00 times the state of the base."]
     assert table["rows"][0]["tuned"] == {"train.lr": 0.005, "rule.d": "head"}
