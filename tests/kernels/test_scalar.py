@@ -52,7 +52,7 @@ def test_every_rule_of_the_algebra_reaches_its_kernel(name):
     compare(deltalab.get_rule(name), length=19, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("name", ["comba", "delta_product", "rdn", "gla"])
+@pytest.mark.parametrize("name", ["comba", "delta_product", "rdn", "gla", "erase_then_delta"])
 def test_widths_that_no_block_has(name):
     compare(deltalab.get_rule(name), length=5, key_dim=12, value_dim=20, tolerance=2e-5)
 
@@ -80,7 +80,7 @@ def test_a_second_state_may_have_operands_of_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["comba", "rla", "sgla", "kda", "delta_product"])
+@pytest.mark.parametrize("name", ["comba", "rla", "sgla", "kda", "delta_product", "erase_then_delta"])
 def test_packed_sequences_are_each_for_itself(name):
     compare(deltalab.get_rule(name), length=23, cu_seqlens=torch.tensor([0, 3, 20, 23]), tolerance=2e-5)
 

@@ -145,7 +145,7 @@ def takes(transition: Transition, operands: Operands, dtype: torch.dtype) -> boo
     return (
         dtype in DTYPES
         and operands.k.shape[-1] <= MOST_KEYS
-        and not (diagonal and (operands.fit is not None or transition.steps > 1))
+        and not (diagonal and operands.fit is not None)
         and (diagonal or operands.a is None)
     )
 
