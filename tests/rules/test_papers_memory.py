@@ -3,43 +3,17 @@
 A state is the paper's, [V, K], the transpose of ours. K and V differ, so that a transposition cannot pass.
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.paper_loops import B, H, K, Loop, V, inputs, rule_equals, step_equals_scan
 from torch import Tensor, outer
 
 import deltalab
-from deltalab.authoring.inputs import Inputs, draw, normal
+from deltalab.authoring.inputs import draw, normal
 from deltalab.rule import UpdateRule
-
-B, T, H, K, V = 2, 11, 3, 5, 4
-Loop = Callable[[list[SimpleNamespace], tuple[Tensor, ...]], tuple[list[Tensor], tuple[Tensor, ...]]]
-
-
-def inputs(rule: UpdateRule) -> Inputs:
-    return draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V, seed=3)
-
-
-def by_paper(loop: Loop, rule: UpdateRule, x: Inputs, state: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
-    """Each head of each sequence by itself; state: tensors [B, H, ...]. Constant gates are 1, and no decay."""
-    gates = {"g": torch.zeros(H)} if "g" in rule.gates else {}
-    gates |= {name: torch.ones(H, dtype=torch.float64) for name in rule.gates if name != "g"} | dict(x.gates)
-    outputs, states = [], []
-    for b in range(B):
-        for h in range(H):
-            tokens = []
-            for t in range(T):
-                token = {name: z[b, t, h] for name, z in (("q", x.q), ("k", x.k), ("v", x.v))}
-                token |= {name: z[b, t, h] if z.dim() > 2 else z[h] for name, z in gates.items()}
-                tokens.append(SimpleNamespace(**token))
-            o, after = loop(tokens, tuple(part[b, h] for part in state))
-            outputs.append(torch.stack(o))
-            states.append(after)
-    o = torch.stack(outputs).unflatten(0, (B, H)).transpose(1, 2)
-    return o, [torch.stack(parts).unflatten(0, (B, H)) for parts in zip(*states, strict=True)]
 
 
 def mesa_net(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
@@ -127,17 +101,7 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
 @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
 @pytest.mark.parametrize(("name", "knobs", "loop"), PAPERS, ids=lambda part: "" if callable(part) else str(part))
 def test_rule_equals_its_paper(name: str, knobs: dict[str, Any], loop: Loop, backend: Any, split: int | None) -> None:
-    rule = deltalab.get_rule(name, **knobs)
-    x = inputs(rule)
-    want, states = by_paper(loop, rule, x, rule.start(x.k, x.v))
-    outputs, state = [], None
-    for start, stop in [(0, T)] if split is None else [(0, split), (split, T)]:
-        part = x.span(start, stop)
-        o, state = deltalab.scan(rule, part.q, part.k, part.v, part.gates, scale=1.0, state=state, backend=backend)
-        outputs.append(o)
-    torch.testing.assert_close(torch.cat(outputs, dim=1), want, rtol=0, atol=1e-9)
-    for got, known in zip(state or (), states, strict=True):
-        torch.testing.assert_close(got, known.view(got.shape), rtol=0, atol=1e-9)
+    rule_equals(name, knobs, loop, backend, split)
 
 
 def test_mesa_net_has_a_gradient_where_nothing_is_written() -> None:
@@ -198,13 +162,4 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "rule"), SETTINGS, ids=lambda part: part if isinstance(part, str) else "")
 def test_step_says_the_same_as_scan(name: str, rule: UpdateRule) -> None:
-    x = inputs(rule)
-    o, after = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
-    constant = {n: gate.value(x.q.new_zeros(H), {}) for n, gate in rule.gates.items() if gate.constant}
-    state: Any = rule.start(x.k, x.v)
-    for t in range(T):
-        gates = {n: value[:, t] if value.dim() > 2 else value for n, value in x.gates.items()} | constant
-        got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=K**-0.5, state=state, **gates)
-        torch.testing.assert_close(got, o[:, t])
-    for got, want in zip(state, after, strict=True):
-        torch.testing.assert_close(got, want)
+    step_equals_scan(rule)
