@@ -40,9 +40,25 @@ def erase_then_delta(S: Tensor, t: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return S, t.q @ S
 
 
+def mdn(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
+    """arXiv:2605.05838, the authors' layer and its loop: the angle bounds alpha and beta, and w has the other sign."""
+    S, M, o = *state, []
+    for t in tokens:
+        theta = torch.arctan(t.eta * t.f)
+        beta, log_alpha = torch.sin(theta) ** 2 * t.beta, (torch.cos(theta) ** 2).log() + t.g
+        w = -(t.v - log_alpha.exp() * t.k @ S)
+        M = t.m.exp() * M + outer(t.eta * t.k, w)
+        S = log_alpha.exp() * S - beta * M
+        o.append(t.q @ S)
+    return o, (S, M)
+
+
 PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     ("erase_then_delta", {}, one_state(erase_then_delta)),
     ("erase_then_delta", {"transition": "scalar", "gamma": 1}, one_state(erase_then_delta)),
+    ("mdn", {}, mdn),
+    ("mdn", {"g": 0, "beta": 1, "eta": 1, "f": 1}, mdn),
+    ("mdn", {"m": {"momentum_decay": {"least": -200}}}, mdn),
 ]
 
 
@@ -53,9 +69,24 @@ def test_rule_equals_its_paper(name: str, knobs: dict[str, Any], loop: Loop, bac
     rule_equals(name, knobs, loop, backend, split)
 
 
+EXTREMES = {"g": 0.0, "m": 0.0, "beta": 1.0, "eta": 2.0}
 SETTINGS = [rule for name in sorted({name for name, *_ in PAPERS}) for rule in deltalab.get_rule(name).variants()]
 
 
 @pytest.mark.parametrize("rule", SETTINGS, ids=lambda rule: f"{rule.name} [{type(rule)().turned(rule)}]")
 def test_step_says_the_same_as_scan(rule: UpdateRule) -> None:
     step_equals_scan(rule)
+
+
+@pytest.mark.parametrize("f", [0.05, 1.0, 50.0])
+@pytest.mark.parametrize("keys", ["equal", "random"])
+def test_mdn_keeps_a_state_for_unit_keys(f: float, keys: str) -> None:
+    """alpha + b is at most 1: without decay and with the strongest steps nothing grows, over 1024 tokens."""
+    length = 1024
+    start = torch.randn(1, length, 1, K, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    k = torch.nn.functional.normalize(start[:, :1].expand_as(start) if keys == "equal" else start, dim=-1)
+    gates = {name: torch.full((1, length, 1), value, dtype=torch.float64) for name, value in EXTREMES.items()}
+    state = (torch.ones(1, 1, K, 1, dtype=torch.float64),) * 2
+    gates["f"] = torch.full((1,), f, dtype=torch.float64)
+    o, (S, M) = deltalab.scan(deltalab.get_rule("mdn"), k, k, torch.zeros_like(k[..., :1]), gates, state=state, scale=1)
+    assert max(o.abs().max(), S.abs().max(), M.abs().max()) < 10

@@ -21,6 +21,7 @@ KERNELS = "ops.triton_kernels"
 """The module that imports all kernels. `ops.backends` loads it by name, so no import statement names it."""
 
 OF_A_RULE = (
+    "coupled",
     "errors",
     "fast_weights",
     "gates",
