@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.paper_loops import K, Loop, rule_equals, step_equals_scan
+from tests.support.paper_loops import K, Loop, V, rule_equals, step_equals_scan
 from torch import Tensor, outer
 
 import deltalab
 from deltalab.rule import UpdateRule
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
 
 Step = Callable[[Any, SimpleNamespace], tuple[Any, Tensor]]
 EYE = torch.eye(K, dtype=torch.float64)
@@ -40,6 +45,41 @@ def erase_then_delta(S: Tensor, t: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return S, t.q @ S
 
 
+def q_delta(S: Tensor, t: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """arXiv:2606.08804, in its orientation S [V, K]: S = alpha S (I - beta (k + lam q) k^T) + beta v k^T."""
+    mixed = outer(t.k, t.k) + t.lam * outer(t.q, t.k)
+    S = t.g.exp() * S.T @ (EYE - t.beta * mixed) + t.beta * outer(t.v, t.k)
+    return S.T, S @ t.q
+
+
+def kaczmarz(S: Tensor, t: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """arXiv:2605.08587: Gated DeltaNet with beta = eta / (|k|^2 + eps)."""
+    beta = t.eta / (t.k @ t.k + 1e-6)
+    S = t.g.exp() * S
+    S = S + beta * outer(t.k, t.v - t.k @ S)
+    return S, t.q @ S
+
+
+def gated_oja(S: Tensor, t: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """FLA's test of its Oja rule: h = h exp(g), k - h v, h = h + (k - h v) (beta v)^T; its state is ours transposed."""
+    h, v = S.T * t.g.exp(), t.v / t.v.norm()
+    h = h + outer(t.k - h @ v, t.beta * v)
+    return h.T, t.q @ h
+
+
+def kalman_linear_attention(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
+    """arXiv:2602.10743, Theorems 1 and 2: precision and natural parameter eta of each channel; mu = eta / precision."""
+    eta, precision, o = zeros(K, V), state[1], []
+    for t in tokens:
+        a, p, dt = (x.expand(K) for x in (t.a, t.p, t.dt))
+        abar, pbar = torch.exp(-a * dt), p**2 / (2 * a) * (1 - torch.exp(-2 * a * dt))
+        rho = 1 / (abar**2 + pbar * precision)
+        eta = (rho * abar)[:, None] * eta + outer(t.k * t.lam, t.v)
+        precision = rho * precision + t.k**2 * t.lam
+        o.append(t.q @ (eta / precision[:, None]))
+    return o, (eta / precision[:, None], precision)
+
+
 def mdn(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
     """arXiv:2605.05838, the authors' layer and its loop: the angle bounds alpha and beta, and w has the other sign."""
     S, M, o = *state, []
@@ -56,6 +96,12 @@ def mdn(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
 PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     ("erase_then_delta", {}, one_state(erase_then_delta)),
     ("erase_then_delta", {"transition": "scalar", "gamma": 1}, one_state(erase_then_delta)),
+    ("q_delta", {}, one_state(q_delta)),
+    ("kaczmarz", {}, one_state(kaczmarz)),
+    ("kaczmarz", {"g": 0, "eta": 1}, one_state(kaczmarz)),
+    ("gated_oja", {}, one_state(gated_oja)),
+    ("kalman_linear_attention", {}, kalman_linear_attention),
+    ("kalman_linear_attention", {"lam": 1, "a": 1, "p": 1}, kalman_linear_attention),
     ("mdn", {}, mdn),
     ("mdn", {"g": 0, "beta": 1, "eta": 1, "f": 1}, mdn),
     ("mdn", {"m": {"momentum_decay": {"least": -200}}}, mdn),
