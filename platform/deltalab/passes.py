@@ -15,16 +15,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from deltalab.kernel_limits import DTYPES, MOST_KEYS
 from deltalab.ops.arguments import check_operands, filled
 from deltalab.ops.recurrence import Backend, recurrence
 from deltalab.rule import Operands, State, UpdateRule
 from deltalab.structure import Transition
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes of q, k and v that the Triton kernels take."""
-
-MOST_KEYS = 256
-"""The widest keys that the Triton kernels take."""
 
 
 class Run(Protocol):

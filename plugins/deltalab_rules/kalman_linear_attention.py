@@ -21,16 +21,20 @@ NONE = 1e-30
 """What stands for the precision before the first token, 0, where something is divided by it."""
 
 
+FLOOR = 1e-4
+"""The least rate, noise and step: without noise the precision would grow without end."""
+
+
 def _positive(low: float, high: float, start: gates.Start) -> Gate:
-    """softplus(c), with a learned c for each channel of each head, starting as `start` draws it."""
-    if not 0 < low <= high:
-        raise InputError(f"a start takes 0 < low <= high, not {low:g} and {high:g}")
+    """FLOOR + softplus(c), with a learned c for each channel of each head, starting as `start` draws it."""
+    if not FLOOR < low <= high:
+        raise InputError(f"a start takes {FLOOR:g} < low <= high, not {low:g} and {high:g}")
     return Gate(
         per="head_channel",
-        low=0.0,
+        low=FLOOR,
         high=math.inf,
-        parameters={"c": lambda shape, generator: start(shape, generator).double().expm1().log().float()},
-        value=lambda z, p: F.softplus(z + p["c"]),
+        parameters={"c": lambda shape, generator: (start(shape, generator).double() - FLOOR).expm1().log().float()},
+        value=lambda z, p: FLOOR + F.softplus(z + p["c"]),
     )
 
 
@@ -68,8 +72,8 @@ class KalmanLinearAttention(UpdateRule):
     and S is its mean given them, P its precision, in the information form, where P moves by a fraction whose
     coefficients multiply as matrices of 2 x 2. So P has a parallel form, and S is a state with diagonal decay. Theirs
     has a precision lam for each channel of v, so that P is as large as S; here a token and head have one. a, p and dt
-    are learned for each channel. P is carried from token to token. `kalman` is the filter with a full covariance,
-    without forgetting.
+    are learned for each channel. p starts at 1: theirs starts at 0.01, where it hardly acts at first. P is carried from
+    token to token. `kalman` is the filter with a full covariance, without forgetting.
 
     Costs what gla costs, and a scan of 4 K numbers over log2(T) rounds.
     """
@@ -80,7 +84,7 @@ class KalmanLinearAttention(UpdateRule):
     transition: Transition = DIAGONAL
     lam: Gate = knob(confidence(), gates.const(1))
     a: Gate = knob(spread(), gates.const(1))
-    p: Gate = knob(drawn(0.01, 0.01), drawn(1, 1), gates.const(1))
+    p: Gate = knob(drawn(1, 1), gates.const(1))
     dt: Gate = knob(drawn(0.001, 0.1), gates.const(0.1))
 
     def carried(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -108,7 +112,7 @@ class KalmanLinearAttention(UpdateRule):
         predicted = (earlier / (kept + noise * earlier)).clamp_min(NONE)
         return Operands(
             r=q,
-            k=(wide / precision.clamp_min(LEAST)).to(k.dtype),
+            k=wide / precision.clamp_min(LEAST),
             u=v,
             g=-a * dt - torch.log1p(added / predicted),
             beta=lam.expand(k.shape[:3]),

@@ -25,9 +25,9 @@ class QDelta(UpdateRule):
 
     "Q-Delta: beyond key-value associative state evolution" (arXiv:2606.08804), in the form of the authors' layer: what
     the state holds along q, where it is read, is part of the error v - S^T (k + lam q) that is written at k. lam = 0 is
-    Gated DeltaNet. A step contracts the error while beta x^T k is in (0, 2), but may enlarge a state where q is far from
-    k. With random q and k of unit norm, beta = lam = 1 and no decay, outputs of a state of ones stay below 8 over 4096
-    tokens, and the state fades.
+    Gated DeltaNet. A step contracts the error while beta x^T k is in (0, 2), but may enlarge a state where q is far
+    from k. With random q and k of unit norm, beta = lam = 1 and no decay, outputs of a state of ones stay below 8 over
+    4096 tokens, and the state fades.
 
     Costs what gated_deltanet costs with an erasing key of its own.
     """

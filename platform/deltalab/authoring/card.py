@@ -16,6 +16,7 @@ from functools import cache, partial
 import torch
 
 from deltalab.authoring.inputs import draw
+from deltalab.authoring.kernel_line import WIDTH, kernel_line
 from deltalab.gates import Gate
 from deltalab.models.layer import RuleLayer, initialize
 from deltalab.ops.scan import operands
@@ -105,6 +106,7 @@ class Card:
         widths: The widths K' and V' of the state, if they differ from K and V; else empty.
         parameters: The number of parameters of all gates, a formula in the width d of the model, the number H of heads
             and K.
+        kernels: Whether the rule has Triton kernels, and what hinders them, in one line.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Card:
     cost: dict[str, str]
     widths: str
     parameters: str
+    kernels: str
 
     def to_json(self) -> str:
         """Returns the card as JSON."""
@@ -167,6 +170,7 @@ class Card:
             facts["multiply-adds per head and token"] = f"{self.cost['all']} ({parts})"
         if self.widths:
             facts["widths of the state"] = self.widths
+        facts[f"Triton kernels at K = V = {WIDTH}, bf16"] = self.kernels
         return facts
 
 
@@ -216,6 +220,7 @@ def card(rule: str | UpdateRule) -> Card:
         cost={} if rule.transition is None else _cost(rule, rule.transition),
         widths="" if rule.transition is None else _widths(rule),
         parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
+        kernels=kernel_line(rule),
     )
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from deltalab.authoring.inputs import Inputs, draw, moves
+from deltalab.authoring.kernel_line import kernel_line
 from deltalab.bench.flops import CHUNK, decode_bytes, flops, forward_bytes, size, training_bytes
 from deltalab.bench.peers import Call, Contestant, Peer, installed, peer
 from deltalab.bench.results import CPU_SHAPE, GPU_SHAPE, Figures, Results, Shape, whole_numbers
@@ -348,6 +349,8 @@ def bench(
     if not gpu:
         kernel = f"the kernel of '{rule.name}'" if rule.brings_kernel else "a kernel"
         print(f"no GPU: times 'chunked' and 'recurrent' on the CPU; timing {kernel} takes a GPU", file=sys.stderr)
+        line = kernel_line(rule, key_dim=base_shape.key_dim, value_dim=base_shape.value_dim)
+        print(f"{rule.name}: Triton kernels {line}", file=sys.stderr)
     for shape_at in shapes:
         run.add(rule, shape_at, against=peers)
     if out is not None:

@@ -75,13 +75,18 @@ def rule_check(
     as_json: AsJson = False,
 ) -> None:
     """Hold a rule to the contract, and keep the verdict for studies. Exit 1 if a check fails."""
+    from deltalab.authoring.kernel_line import kernel_line
     from deltalab.authoring.verdict import checked, keep
+    from deltalab.registry import get_rule
     from deltalab.rule import UpdateRule
 
     results_of = {rule: checked(rule, quick=quick) for rule in _plugin_names(name, UpdateRule)}
     if not quick:
         for rule, results in results_of.items():
             keep(rule, results)
+    for rule, results in results_of.items():
+        if not as_json and all(result.passed for result in results):  # a rule that fails may not run
+            print(f"{rule}: Triton kernels {kernel_line(get_rule(rule))}")
     _print_checks(results_of, "rule", as_json)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab.errors import InputError
+from deltalab.kernel_limits import DTYPES, hindrance
 from deltalab.kernels.decode import decode
 from deltalab.kernels.diagonal import op as diagonal
 from deltalab.kernels.operands import DIAGONAL, READING, SCALAR, WIDTHS, FitOperands, contiguous
@@ -16,13 +17,9 @@ from deltalab.kernels.scalar import op as scalar
 from deltalab.rule import Fit, Operands, State
 from deltalab.structure import Transition
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 diagonal_scan, residual_scan, scalar_scan = map(
     eager, (diagonal.diagonal_scan, scalar.residual_scan, scalar.scalar_scan)
 )
-
-MOST_KEYS = 256
-"""The largest K that the kernels take, padding included: a block holds all of K."""
 
 FIELDS = {**WIDTHS, "v": "values"}
 """Maps the name of an operand, or of a field of a fit, to its width. Other tensors are numbers."""
@@ -60,10 +57,8 @@ def scan(
         InputError: The kernels do not take the dtype, the key_dim or the structure.
     """
     key_dim, value_dim = operands.k.shape[-1], operands.u.shape[-1]
-    if dtype not in DTYPES:
-        raise InputError(f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {dtype}")
-    if key_dim > MOST_KEYS:
-        raise InputError(f"the Triton kernels take q and k with K up to {MOST_KEYS}, not {key_dim}")
+    if why := hindrance(transition, operands, dtype):
+        raise InputError(f"{why}: use backend 'chunked'")
     # Compare the operands before casts copy them: a tensor that both passes take is read once and has one gradient.
     fit = operands.fit
     alike = (False, False) if fit is None else (fit.v is operands.u, fit.r is operands.r)
@@ -102,10 +97,8 @@ def _pass(
     late, keep = transition.reads == "decayed_state", torch.is_grad_enabled()
     if transition.decay == "diagonal":
         tensors, one_pass = DIAGONAL.contiguous(operands), diagonal_scan
-    elif operands.a is None:
-        tensors, one_pass = SCALAR.contiguous(operands), scalar_scan
     else:
-        raise InputError("a free low rank without a diagonal decay has no Triton kernel: use backend 'chunked'")
+        tensors, one_pass = SCALAR.contiguous(operands), scalar_scan
     o, last, *_ = one_pass(*tensors, state, cu_seqlens, scale, late, chunk_size, keep)
     return o, last
 
@@ -124,10 +117,6 @@ def _passes(
     `alike` says whether the second pass's v is the first pass's u, and whether both passes have one r. A tensor that
     both passes share is not read again.
     """
-    if transition.decay == "diagonal" or operands.a is not None:
-        raise InputError(
-            "a second state over a diagonal decay or a free low rank has no Triton kernel: use backend 'chunked'"
-        )
     fit = cast(Fit, operands.fit)
     target, r = (None if same else tensor for same, tensor in zip(alike, (fit.v, fit.r), strict=True))
     o, last, fit_last, *_ = residual_scan(
@@ -141,13 +130,7 @@ def _passes(
 
 def takes(transition: Transition, operands: Operands, dtype: torch.dtype) -> bool:
     """Whether `scan` takes these operands with products in `dtype`."""
-    diagonal = transition.decay == "diagonal"
-    return (
-        dtype in DTYPES
-        and operands.k.shape[-1] <= MOST_KEYS
-        and not (diagonal and operands.fit is not None)
-        and (diagonal or operands.a is None)
-    )
+    return hindrance(transition, operands, dtype) is None
 
 
 def _chunk(operands: Operands) -> int:
