@@ -155,4 +155,5 @@ def _precisions(before: Tensor, kept: Tensor, noise: Tensor, added: Tensor) -> T
         m = torch.cat([m[:, :far], joined / joined.detach().amax((-1, -2), keepdim=True)], dim=1)
         far *= 2
     above, below = (m[..., 0] * before[:, None, ..., None] + m[..., 1]).unbind(-1)
-    return above / below
+    precisions: Tensor = above / below
+    return precisions
