@@ -10,9 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltalab.errors import InputError
+from deltalab.kernel_limits import DTYPES
+from deltalab.ops.backends import available, lacks_triton
 from deltalab.ops.reference import decays, from_chunks, into_chunks
 
 CHUNK = 64
+
+MOST_KEYS = 128
+"""The largest K of the kernel: four blocks of a chunk's keys lie on the chip at a time."""
 
 
 class Chunks(NamedTuple):
@@ -127,6 +133,32 @@ def momentum(
     o = (reach * (q @ written.mT)) @ w + torch.cat([since * q, -drift * q], dim=-1) @ starts
     S, M = last.unflatten(0, (batch, -1)).chunk(2, dim=-2)
     return scale * from_chunks(o, batch, length), (S, M)
+
+
+def fused_carried(chunks: Chunks, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `carried` by a Triton kernel, forward and backward. A rule passes it to `momentum` in its `fused`.
+
+    Raises:
+        InputError: No kernel can run.
+    """
+    device = start.device.type
+    kernel = available(device).carry
+    if kernel is None:
+        raise InputError(f"the kernels need {lacks_triton(device)}: use deltalab.coupled.carried")
+    w, starts, last = kernel(*(part.transpose(0, 1) for part in chunks), start)
+    return w.transpose(0, 1), starts.transpose(0, 1), last
+
+
+def lacks_kernel(k: Tensor, v: Tensor) -> str | None:
+    """Returns why `fused_carried` does not take inputs like k and v, as a clause; None if it takes them.
+
+    A rule that uses `fused_carried` returns this value from its `lacks_kernel`.
+    """
+    if v.dtype not in DTYPES:
+        return f"the Triton kernels take q, k and v in bf16, fp16 or fp32, not {v.dtype}"
+    if k.shape[-1] > MOST_KEYS:
+        return f"the Triton kernel of a pair of states takes q and k with K up to {MOST_KEYS}, not {k.shape[-1]}"
+    return None
 
 
 def _earlier(x: Tensor, first: float = 0.0) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltalab import gates as forms
-from deltalab.coupled import momentum
+from deltalab.coupled import Carry, carried, fused_carried, lacks_kernel, momentum
 from deltalab.errors import InputError
 from deltalab.gates import Gate, parameterization
 from deltalab.rule import State, UpdateRule, knob
@@ -59,7 +59,8 @@ class MDN(UpdateRule):
     1 + tanh(W x / sqrt(d)): twice a sigmoid, as here, with other units of W. Their layer also takes a learned part of k
     off q before both are normalized, which is left out. `momentum_deltanet` has constant gates and no decay of S.
 
-    The state is (S, M). A token costs about what a delta rule with a state of 2 K key channels costs.
+    The state is (S, M). A token costs about what a delta rule with a state of 2 K key channels costs. The kernel
+    carries the pair from chunk to chunk, forward and backward; what is parallel over chunks is PyTorch's, in fp32.
     """
 
     name: ClassVar[str] = "mdn"
@@ -79,11 +80,32 @@ class MDN(UpdateRule):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
+        return self._carried(carried, q, k, v, gates, scale=scale, state=state)
+
+    def fused(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
+    ) -> tuple[Tensor, State]:
+        return self._carried(fused_carried, q, k, v, gates, scale=scale, state=state)
+
+    def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:
+        return lacks_kernel(k, v)
+
+    def _carried(
+        self,
+        carry: Carry,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Mapping[str, Tensor],
+        *,
+        scale: float,
+        state: State,
+    ) -> tuple[Tensor, State]:
         S, M = state
         g, m, beta, eta = (gates[name].expand(k.shape[:3]).to(S.dtype) for name in ("g", "m", "beta", "eta"))
         ratio = (eta * gates["f"]).square()
         g, beta = g - ratio.log1p(), beta * ratio / (1 + ratio)
-        return momentum(q, k, v, g=g, m=m, beta=beta, eta=eta, scale=scale, state=(S, M))
+        return momentum(q, k, v, g=g, m=m, beta=beta, eta=eta, scale=scale, state=(S, M), carry=carry)
 
     def step(
         self,

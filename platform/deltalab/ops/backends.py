@@ -62,6 +62,16 @@ class RegressionKernel(Protocol):
         ...
 
 
+class CarryKernel(Protocol):
+    """`Kernels.carry`."""
+
+    def __call__(
+        self, u: Tensor, e: Tensor, b: Tensor, turn: Tensor, start: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Carries a pair of states."""
+        ...
+
+
 class CrossEntropyKernel(Protocol):
     """`Kernels.cross_entropy`."""
 
@@ -140,6 +150,7 @@ class Kernels(NamedTuple):
         scan: Computes the function of `reference.recurrent`.
         takes: Says whether `scan` has a kernel for a transition and its operands with products in a dtype.
         regression: Computes the function of `ridge.regression`.
+        carry: Computes the function of `coupled.carried`, for tensors whose first dimension is that of the heads.
         rms_norm: Takes x, branch, weight, gate, eps and the dtype of the result, and returns the norm and the sum, as
             `ops.norm`.
         convolve: Takes x, taps, past, widths, key_dim, how many of q, k and v get SiLU, whether unit norm follows, and
@@ -159,6 +170,7 @@ class Kernels(NamedTuple):
     scan: ScanKernel | None = None
     takes: Callable[[Transition, Operands, torch.dtype], bool] | None = None
     regression: RegressionKernel | None = None
+    carry: CarryKernel | None = None
     rms_norm: (
         Callable[
             [Tensor, Tensor | None, Tensor | None, Tensor | None, float, torch.dtype],

@@ -3,7 +3,7 @@
 `backends` loads this module by name on first use, because Triton starts slowly.
 """
 
-from deltalab.kernels import dispatch, interpreter, ptxas
+from deltalab.kernels import carry, dispatch, interpreter, ptxas
 from deltalab.kernels.register import eager
 from deltalab.kernels.ridge import op as ridge
 from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random, swiglu
@@ -16,6 +16,7 @@ KERNELS = Kernels(
     scan=dispatch.scan,
     takes=dispatch.takes,
     regression=ridge.regression,
+    carry=carry.carries,
     rms_norm=eager(norm.rms_norm),
     convolve=eager(convolution.convolve),
     swiglu=eager(swiglu.swiglu),
