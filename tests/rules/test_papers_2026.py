@@ -93,6 +93,30 @@ def mdn(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
     return o, (S, M)
 
 
+def memory_caching(segment: int, fresh: bool, erases: bool) -> Loop:
+    """arXiv:2602.24281, Eq. 4, 9 and 10: the segments one by one, each with its tokens in a list."""
+
+    def loop(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
+        S, done, o = state[0], [], []
+        for first in range(0, len(tokens), segment):
+            mine = tokens[first : first + segment]
+            S = zeros(K, V) if fresh else S
+            for n, t in enumerate(mine):
+                old = t.g.exp() * S
+                S = old + t.beta * outer(t.k, t.v - (t.k @ old if erases else 0))
+                memories = [(S, [i.k for i in mine[: n + 1]]), *done]
+                weights = torch.stack([t.u @ torch.stack(keys).mean(0) for _, keys in memories]).softmax(0)
+                o.append(sum(weight * (t.q @ memory) for weight, (memory, _) in zip(weights, memories, strict=True)))
+            done += [(S, [i.k for i in mine])] * (len(mine) == segment)
+        left = tokens[len(done) * segment :]
+        now = S if left or not fresh else zeros(K, V)
+        total = sum((t.k for t in left), zeros(K))
+        cached = [torch.stack(part) for part in zip(*((C, torch.stack(keys).mean(0)) for C, keys in done), strict=True)]
+        return o, (now, total, zeros(len(left), 0), *(cached or (zeros(0, K, V), zeros(0, K))))
+
+    return loop
+
+
 PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     ("erase_then_delta", {}, one_state(erase_then_delta)),
     ("erase_then_delta", {"transition": "scalar", "gamma": 1}, one_state(erase_then_delta)),
@@ -102,6 +126,9 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     ("gated_oja", {}, one_state(gated_oja)),
     ("kalman_linear_attention", {}, kalman_linear_attention),
     ("kalman_linear_attention", {"lam": 1, "a": 1, "p": 1}, kalman_linear_attention),
+    ("memory_caching", {}, memory_caching(16, True, False)),
+    ("memory_caching", {"segment": 4}, memory_caching(4, True, False)),
+    ("memory_caching", {"segment": 2, "memory": "iplr", "fresh": False}, memory_caching(2, False, True)),
     ("mdn", {}, mdn),
     ("mdn", {"g": 0, "beta": 1, "eta": 1, "f": 1}, mdn),
     ("mdn", {"m": {"momentum_decay": {"least": -200}}}, mdn),
