@@ -145,7 +145,8 @@ def fused_carried(chunks: Chunks, start: Tensor) -> tuple[Tensor, Tensor, Tensor
     kernel = available(device).carry
     if kernel is None:
         raise InputError(f"the kernels need {lacks_triton(device)}: use deltalab.coupled.carried")
-    w, starts, last = kernel(*(part.transpose(0, 1) for part in chunks), start)
+    u, e, b, turn = (part.transpose(0, 1) for part in chunks)
+    w, starts, last = kernel(u, e, b, turn, start)
     return w.transpose(0, 1), starts.transpose(0, 1), last
 
 

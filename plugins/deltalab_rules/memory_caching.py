@@ -20,11 +20,11 @@ class MemoryCaching(Passes):
     o_t = scale (w_t0 S_t + sum_i w_ti C_i)^T q_t,   C_i = S after segment i,   alpha_t = exp(g_t)
     w_t = softmax(m_t^T u_t, c_1^T u_t, c_2^T u_t, ...),   c_i the mean of k over segment i, m_t so far in t's segment
 
-    Behrouz et al. 2026 (arXiv:2602.24281): gated residual memory, over segments of `segment` tokens. fresh: each
-    segment begins with S = 0 (independent compressors), else with the last state (checkpoints). u is a vector that the
-    layer projects. The paper pools the tokens of a segment, here their keys are pooled; how the pool of the segment at
-    hand stays causal is ours. The equations are taken from readers' notes of the paper. Its memories that are MLPs, and
-    reading the best few segments alone, are left out.
+    Behrouz et al. 2026 (arXiv:2602.24281): gated residual memory, over segments of `segment` tokens. Theirs have 256;
+    in a sequence of one segment u has no effect. fresh: each segment begins with S = 0 (independent compressors), else
+    with the last state (checkpoints). u is a vector that the layer projects. The paper pools the tokens of a segment,
+    here their keys are pooled; how the pool of the segment at hand stays causal is ours. The equations are taken from
+    readers' notes of the paper. Its memories that are MLPs, and reading the best few segments alone, are left out.
 
     The state grows by K V + K numbers with every segment: S, its sum of keys, an empty tensor [B, H, n, 0] that counts
     the tokens of the segment, then the C and c. A token costs what the plain rule does, and K V for each segment.
@@ -37,7 +37,7 @@ class MemoryCaching(Passes):
     g: Gate = knob(forms.mamba2_decay(), forms.const(0))
     beta: Gate = knob(forms.sigmoid(), forms.const(1))
     u: Gate = knob(forms.vector(), forms.vector(rank=16))
-    segment: int = knob(16, 4, 2)
+    segment: int = knob(8, 4, 2)
     fresh: bool = knob(True, False)
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:

@@ -126,7 +126,7 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     ("gated_oja", {}, one_state(gated_oja)),
     ("kalman_linear_attention", {}, kalman_linear_attention),
     ("kalman_linear_attention", {"lam": 1, "a": 1, "p": 1}, kalman_linear_attention),
-    ("memory_caching", {}, memory_caching(16, True, False)),
+    ("memory_caching", {}, memory_caching(8, True, False)),
     ("memory_caching", {"segment": 4}, memory_caching(4, True, False)),
     ("memory_caching", {"segment": 2, "memory": "iplr", "fresh": False}, memory_caching(2, False, True)),
     ("mdn", {}, mdn),
