@@ -75,7 +75,7 @@ class KalmanLinearAttention(UpdateRule):
     are learned for each channel. p starts at 1: theirs starts at 0.01, where it hardly acts at first. P is carried from
     token to token. `kalman` is the filter with a full covariance, without forgetting.
 
-    Costs what gla costs, and a scan of 4 K numbers over log2(T) rounds.
+    Costs what gla costs, and a scan of 4 K numbers over log2(T) rounds, in fp64.
     """
 
     name: ClassVar[str] = "kalman_linear_attention"
@@ -104,19 +104,21 @@ class KalmanLinearAttention(UpdateRule):
     ) -> Operands:
         (before,), heads = carry, k.shape[2]
         a, p, dt = (x if x.dim() == 2 else x[:, None].expand(heads, k.shape[-1]) for x in (a, p, dt))
-        wide = k.to(before.dtype)
-        added = lam.expand(k.shape[:3])[..., None] * wide.square()
+        dtype = before.dtype
+        # What lam adds to a write and, by the precision, takes from it almost cancels: fp32 would lose the gradient.
+        lam = lam.expand(k.shape[:3])[..., None]
+        before, exact, lam, a, p, dt = (x.double() for x in (before, k, lam, a, p, dt))
+        added = lam * exact.square()
         kept, noise = (-2 * a * dt).exp(), -p.square() * torch.expm1(-2 * a * dt) / (2 * a)
         precision = _precisions(before, kept, noise, added)
         earlier = torch.cat([before[:, None], precision[:, :-1]], dim=1)
         predicted = (earlier / (kept + noise * earlier)).clamp_min(NONE)
         return Operands(
             r=q,
-            k=wide / precision.clamp_min(LEAST),
+            k=(lam * exact / (predicted + added).clamp_min(LEAST)).to(dtype),
             u=v,
-            g=-a * dt - torch.log1p(added / predicted),
-            beta=lam.expand(k.shape[:3]),
-            carry=(precision[:, -1],),
+            g=(-a * dt - torch.log1p(added / predicted)).to(dtype),
+            carry=(precision[:, -1].to(dtype),),
         )
 
     def step(
