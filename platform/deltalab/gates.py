@@ -33,14 +33,17 @@ Per: TypeAlias = Literal[
     "step",
     "channel",
     "value_channel",
+    "value_pair",
     "slot",
     "head",
     "head_channel",
     "head_value_channel",
+    "head_value_pair",
+    "head_value_slot",
     "head_slot",
     "none",
 ]
-PROJECTED: tuple[Per, ...] = ("token", "step", "channel", "value_channel", "slot")
+PROJECTED: tuple[Per, ...] = ("token", "step", "channel", "value_channel", "value_pair", "slot")
 """The values of `Gate.per` for which a gate depends on the input."""
 
 
@@ -54,9 +57,12 @@ class Gate:
     - `step`: W x, for each head and each of a token's n steps, [B, n T, H];
     - `channel`: W x, for each head and channel of the key, [B, T, H, K];
     - `value_channel`: W x, for each head and channel of the value, [B, T, H, V];
+    - `value_pair`: W x, for each head and complex channel of `elementwise.paired`, [B, T, H, (V + 1) // 2];
     - `slot`: W x, for each head and each of `slots` slots of a memory or of its levels, [B, T, H, slots];
     - `head`: learned, for each head, [H];
-    - `head_channel`, `head_value_channel`, `head_slot`: learned, [H, K], [H, V] and [H, slots];
+    - `head_channel`, `head_value_channel`, `head_value_pair`, `head_slot`: learned, [H, K], [H, V], [H, (V + 1) // 2]
+      and [H, slots];
+    - `head_value_slot`: learned, for each head and each of `slots` slots of each channel of the value, [H, V slots];
     - `none`: fixed, [H].
 
     Attributes:
@@ -70,7 +76,7 @@ class Gate:
             torch's global generator. Weight decay does not apply to these parameters.
         rank: The width r of a projection W_1 W_2 x through r channels; None for one matrix.
         of: The gate whose projection and parameters this gate shares; None if it has its own.
-        slots: The number of slots, if `per` is `slot` or `head_slot`.
+        slots: The number of slots, if `per` is `slot`, `head_slot` or `head_value_slot`.
         features: None for a gate. Otherwise this object declares a projected vector besides q, k and v, per `channel`
             or `value_channel`, and `features` names the activation after the layer's short convolution, as for q and
             k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` is no activation.
@@ -95,7 +101,13 @@ class Gate:
 
     def shape(self, heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
         """Returns the shape of the value without batch and time."""
-        widths = {"channel": key_dim, "value_channel": value_dim, "slot": self.slots}
+        widths = {
+            "channel": key_dim,
+            "value_channel": value_dim,
+            "value_pair": (value_dim + 1) // 2,
+            "value_slot": value_dim * self.slots,
+            "slot": self.slots,
+        }
         width = widths.get(self.per.removeprefix("head_"))
         return (heads,) if width is None else (heads, width)
 
@@ -394,6 +406,95 @@ def _vector(features: Literal["unit", "raw"], rank: float, most: float) -> Gate:
 
 @parameterization
 def value_sigmoid(rank: float = 16) -> Gate:
-    """A gate sigmoid(W_1 W_2 x) for each channel of the value, in [0, 1]."""
-    _positive("value_sigmoid", rank=rank)
-    return Gate(per="value_channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
+    """A gate sigmoid(W_1 W_2 x) for each channel of the value, in [0, 1].
+
+    Args:
+        rank: The width r of the projection W_1 W_2 x through r channels; 0 for one matrix.
+    """
+    if rank < 0:
+        raise InputError(f"value_sigmoid.rank must be at least 0, not {rank:g}")
+    return Gate(per="value_channel", low=0.0, high=1.0, rank=int(rank) or None, value=lambda z, p: z.sigmoid())
+
+
+@parameterization
+def channel_step(dt_min: float = 0.001, dt_max: float = 0.1) -> Gate:
+    """The length of a step, learned as exp(c) for each head and channel of the value; it starts in [dt_min, dt_max].
+
+    The start is log-uniform.
+
+    References:
+        S4D, arXiv:2206.11893.
+    """
+    return _step_length("head_value_channel", dt_min, dt_max)
+
+
+@parameterization
+def pair_step(dt_min: float = 0.001, dt_max: float = 0.1) -> Gate:
+    """`channel_step` for each head and pair of channels of the value.
+
+    References:
+        S5, arXiv:2208.04933.
+    """
+    return _step_length("head_value_pair", dt_min, dt_max)
+
+
+def _step_length(per: Per, dt_min: float, dt_max: float) -> Gate:
+    _positive("dt", dt_min=dt_min, dt_max=dt_max)
+    if dt_min > dt_max:
+        raise InputError("dt_min must not exceed dt_max")
+    return Gate(
+        per=per,
+        low=0.0,
+        high=math.inf,
+        parameters={"log": lambda shape, generator: _log_uniform(dt_min, dt_max)(shape, generator).log()},
+        value=lambda z, p: z + p["log"].exp(),
+    )
+
+
+@parameterization
+def slot_rate(slots: float = 32, init: float = 0.5) -> Gate:
+    """A rate of decay, learned as exp(c) for each head, channel of the value and slot; it starts at `init`.
+
+    References:
+        S4D-Lin, arXiv:2206.11893.
+    """
+    _positive("slot_rate", slots=slots, init=init)
+    return _of_slot(slots, {"log": _full(math.log(init))}, lambda z, p: z + p["log"].exp(), low=0.0)
+
+
+@parameterization
+def slot_frequency(slots: float = 32) -> Gate:
+    """A learned frequency for each head, channel of the value and slot n = 0, 1, ..., which starts at pi n.
+
+    References:
+        S4D-Lin, arXiv:2206.11893.
+    """
+    _positive("slot_frequency", slots=slots)
+
+    def start(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return math.pi * torch.arange(int(slots)).repeat(shape[-1] // int(slots)).expand(shape).clone()
+
+    return _of_slot(slots, {"value": start}, lambda z, p: z + p["value"])
+
+
+@parameterization
+def slot_weight(slots: float = 32) -> Gate:
+    """A learned weight for each head, channel of the value and slot, which starts normal with variance 1/2.
+
+    Two such weights are a complex number of size 1.
+
+    References:
+        S4D, arXiv:2206.11893.
+    """
+    _positive("slot_weight", slots=slots)
+
+    def start(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.empty(shape).normal_(std=0.5**0.5, generator=generator)
+
+    return _of_slot(slots, {"value": start}, lambda z, p: z + p["value"])
+
+
+def _of_slot(slots: float, parameters: Mapping[str, Start], value: Value, *, low: float = -math.inf) -> Gate:
+    return Gate(
+        per="head_value_slot", slots=int(slots), low=low, high=math.inf, parameters=parameters, value=value
+    )

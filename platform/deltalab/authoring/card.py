@@ -34,10 +34,13 @@ _PER = {
     "step": "step and head",
     "channel": "token, head and channel",
     "value_channel": "token, head and channel of v",
+    "value_pair": "token, head and pair of channels of v",
     "slot": "token, head and slot",
     "head": "head",
     "head_channel": "head and channel",
     "head_value_channel": "head and channel of v",
+    "head_value_pair": "head and pair of channels of v",
+    "head_value_slot": "head, channel of v and slot",
     "head_slot": "head and slot",
     "none": "head, fixed",
 }
@@ -333,8 +336,9 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
 
     They are the weights of the projection from the width d, and the parameters that have the gate's own shape.
     """
-    shape = {"channel": "H K", "value_channel": "H V"}.get(gate.per.removeprefix("head_"), "H")
-    slots = gate.slots if gate.per in ("slot", "head_slot") else 1
+    shapes = {"channel": "H K", "value_channel": "H V", "value_pair": "H V/2", "value_slot": "H V"}
+    shape = shapes.get(gate.per.removeprefix("head_"), "H")
+    slots = gate.slots or 1
     constants = {shape: slots * len(gate.parameters)}
     if not gate.projected:
         return constants

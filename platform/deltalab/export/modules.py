@@ -22,6 +22,7 @@ KERNELS = "ops.triton_kernels"
 
 OF_A_RULE = (
     "coupled",
+    "elementwise",
     "errors",
     "fast_weights",
     "gates",

@@ -232,6 +232,8 @@ def fold_into_batch(op: CustomOpDef) -> None:
             return x.flatten(0, 1).contiguous()
 
         outputs = op(*map(fold, args, in_dims))
+        if isinstance(outputs, Tensor):
+            return outputs.unflatten(0, (runs, -1)), 0
         unfolded = [output.unflatten(0, (runs, -1) if output.shape[0] else (runs, 0)) for output in outputs]
         return type(outputs)(unfolded), type(outputs)([0] * len(unfolded))
 

@@ -69,6 +69,11 @@ class CarryKernel(Protocol):
         self, u: Tensor, e: Tensor, b: Tensor, turn: Tensor, start: Tensor, /
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Carries a pair of states."""
+class ElementwiseKernel(Protocol):
+    """`Kernels.elementwise`."""
+
+    def __call__(self, a: Tensor, b: Tensor, start: Tensor, /) -> Tensor:
+        """Computes `elementwise.Scan`."""
         ...
 
 
@@ -151,6 +156,7 @@ class Kernels(NamedTuple):
         takes: Says whether `scan` has a kernel for a transition and its operands with products in a dtype.
         regression: Computes the function of `ridge.regression`.
         carry: Computes the function of `coupled.carried`, for tensors whose first dimension is that of the heads.
+        elementwise: Computes the function of `elementwise.Scan`.
         rms_norm: Takes x, branch, weight, gate, eps and the dtype of the result, and returns the norm and the sum, as
             `ops.norm`.
         convolve: Takes x, taps, past, widths, key_dim, how many of q, k and v get SiLU, whether unit norm follows, and
@@ -171,6 +177,7 @@ class Kernels(NamedTuple):
     takes: Callable[[Transition, Operands, torch.dtype], bool] | None = None
     regression: RegressionKernel | None = None
     carry: CarryKernel | None = None
+    elementwise: ElementwiseKernel | None = None
     rms_norm: (
         Callable[
             [Tensor, Tensor | None, Tensor | None, Tensor | None, float, torch.dtype],

@@ -7,6 +7,7 @@ from deltalab.kernels import carry, dispatch, interpreter, ptxas
 from deltalab.kernels.register import eager
 from deltalab.kernels.ridge import op as ridge
 from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random, swiglu
+from deltalab.kernels.tokens import elementwise
 from deltalab.ops.backends import Kernels
 
 interpreter.mend()
@@ -17,6 +18,7 @@ KERNELS = Kernels(
     takes=dispatch.takes,
     regression=ridge.regression,
     carry=carry.carries,
+    elementwise=elementwise.scan,
     rms_norm=eager(norm.rms_norm),
     convolve=eager(convolution.convolve),
     swiglu=eager(swiglu.swiglu),
