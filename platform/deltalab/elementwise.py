@@ -119,7 +119,7 @@ class Elementwise(UpdateRule):
     ) -> tuple[Tensor, State]:
         start, *kept = state
         q, k, v = (x.to(start.dtype) for x in (q, k, v))
-        wide = {name: x[:, None] if x.dim() == 1 else x for name, x in gates.items()}
+        wide = {name: (x[:, None] if x.dim() == 1 else x).to(start.dtype) for name, x in gates.items()}
         terms = self.terms(q, k, v, wide, tuple(kept))
         if self.is_complex:
             start = torch.view_as_complex(start.contiguous())

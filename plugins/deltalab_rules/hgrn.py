@@ -48,11 +48,12 @@ class HGRN(Elementwise):
 
     name: ClassVar[str] = "hgrn"
     paper: ClassVar[str] = "arXiv:2311.04823"
+    ignores: ClassVar[frozenset[str]] = frozenset({"q", "k"})
     is_complex: ClassVar[bool] = True
 
     f: Gate = knob(pair_sigmoid())
     theta: Gate = knob(pair_angle(), forms.const(0))
-    low: Gate = knob(forms.const(0), forms.const(0.9))
+    low: Gate = knob(forms.const(0), forms.const(0.5))
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:

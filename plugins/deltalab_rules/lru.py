@@ -76,6 +76,7 @@ class LRU(Elementwise):
 
     name: ClassVar[str] = "lru"
     paper: ClassVar[str] = "arXiv:2303.06349"
+    ignores: ClassVar[frozenset[str]] = frozenset({"q", "k"})
     is_complex: ClassVar[bool] = True
 
     g: Gate = knob(ring_decay())

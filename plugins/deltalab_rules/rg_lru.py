@@ -45,6 +45,7 @@ class RGLRU(Elementwise):
 
     name: ClassVar[str] = "rg_lru"
     paper: ClassVar[str] = "arXiv:2402.19427"
+    ignores: ClassVar[frozenset[str]] = frozenset({"q", "k"})
 
     g: Gate = knob(rg_lru_decay())
     r: Gate = knob(forms.value_sigmoid(rank=0), forms.const(1))
@@ -56,7 +57,7 @@ class RGLRU(Elementwise):
         return "raw"
 
     def terms(self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], kept: State) -> Terms:
-        g = (gates["r"] * gates["g"]).expand(v.shape)
+        g = (gates["r"] * gates["g"].clamp_min(-1e9)).expand(v.shape)  # 0 * -inf is not a number
         b = gates["i"] * v
         return Terms(a=g.exp(), b=complement(g) * b if self.normalize else b, output=lambda h: h)
 

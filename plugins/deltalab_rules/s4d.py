@@ -28,9 +28,10 @@ class S4D(Elementwise):
 
     name: ClassVar[str] = "s4d"
     paper: ClassVar[str] = "arXiv:2206.11893"
+    ignores: ClassVar[frozenset[str]] = frozenset({"q", "k"})
     is_complex: ClassVar[bool] = True
 
-    dt: Gate = knob(forms.channel_step(), forms.const(0.1))
+    dt: Gate = knob(forms.channel_step(), forms.const(0.125))
     rate: Gate = knob(forms.slot_rate())
     omega: Gate = knob(forms.slot_frequency())
     c: Gate = knob(forms.slot_weight())

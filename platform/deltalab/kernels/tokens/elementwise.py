@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltalab.kernels.compilations import launch
+from deltalab.kernels.compilations import INTERPRETED, launch
 from deltalab.kernels.register import eager, register
 
-CHANNELS = 64
-"""The most channels of a program. A program waits for memory at every token, so that many small ones are faster."""
+CHANNELS = 2048 if INTERPRETED else 64
+"""The most channels of a program. It waits for memory at every token, so that a GPU is faster with many small ones."""
 
 
 @triton.jit(do_not_specialize=["length"])

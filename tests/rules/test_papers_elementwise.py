@@ -1,0 +1,239 @@
+"""Papers whose recurrence is element-wise, written again from their equations, one channel and token at a time.
+
+Numbers are Python's, and complex where the paper's are.
+"""
+
+import cmath
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deltalab
+from deltalab.authoring.inputs import Inputs, draw
+from deltalab.rule import UpdateRule
+
+B, T, H, V = 2, 11, 2, 5
+SLOTS = 3
+Tokens = list[dict[str, list[float]]]
+Loop = Callable[[Tokens], list[list[float]]]
+
+
+def drawn(rule: UpdateRule) -> Inputs:
+    return draw(rule, batch=B, length=T, heads=H, key_dim=V, value_dim=V, seed=3)
+
+
+def by_paper(loop: Loop, rule: UpdateRule, x: Inputs) -> Tensor:
+    """Each head of each sequence by itself. A gate without channels is a list of one number."""
+    heads = torch.zeros(H, dtype=torch.float64)
+    gates = {name: gate.value(heads, {}) for name, gate in rule.gates.items() if gate.constant} | dict(x.gates)
+    inputs = {"q": x.q, "k": x.k, "v": x.v, **gates}
+
+    def of(value: Tensor, b: int, t: int, h: int) -> list[float]:
+        numbers = value[b, t, h] if value.dim() > 2 else value[h]
+        return numbers.reshape(-1).tolist()
+
+    rows = [
+        loop([{name: of(value, b, t, h) for name, value in inputs.items()} for t in range(T)])
+        for b in range(B)
+        for h in range(H)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).unflatten(0, (B, H)).transpose(1, 2)
+
+
+def at(numbers: list[float], j: int) -> float:
+    return numbers[j] if len(numbers) > 1 else numbers[0]
+
+
+def complex_inputs(v: list[float]) -> list[complex]:
+    half = (len(v) + 1) // 2
+    return [complex(v[j], v[half + j] if half + j < len(v) else 0.0) for j in range(half)]
+
+
+def rg_lru(normalize: bool) -> Loop:
+    """arXiv:2402.19427 Eq. 3, 4: a_t = a^(c r_t), h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)."""
+
+    def loop(tokens: Tokens) -> list[list[float]]:
+        h, o = [0.0] * V, []
+        for t in tokens:
+            for j in range(V):
+                a = math.exp(t["g"][j]) ** at(t["r"], j)
+                h[j] = a * h[j] + (math.sqrt(1 - a * a) if normalize else 1) * at(t["i"], j) * t["v"][j]
+            o.append(list(h))
+        return o
+
+    return loop
+
+
+def read_out(h: list[complex]) -> list[float]:
+    return [*(z.real for z in h), *(z.imag for z in h)][:V]
+
+
+def hgrn(tokens: Tokens) -> list[list[float]]:
+    """arXiv:2311.04823 Eq. 5, 8: h_t = lambda_t exp(i theta) h_{t-1} + (1 - lambda_t) c_t, lambda_t above gamma."""
+    h, o = [0j] * 3, []
+    for t in tokens:
+        for j, c in enumerate(complex_inputs(t["v"])):
+            gamma = t["low"][0]
+            forget = gamma + (1 - gamma) * t["f"][j]
+            h[j] = forget * cmath.exp(1j * at(t["theta"], j)) * h[j] + (1 - forget) * c
+        o.append(read_out(h))
+    return o
+
+
+def lru(normalize: bool) -> Loop:
+    """arXiv:2303.06349 Eq. 7: x_k = lambda x_{k-1} + gamma B u_k."""
+
+    def loop(tokens: Tokens) -> list[list[float]]:
+        h, o = [0j] * 3, []
+        for t in tokens:
+            for j, b in enumerate(complex_inputs(t["v"])):
+                factor = cmath.rect(math.exp(t["g"][j]), at(t["theta"], j))
+                gamma = at(t["gamma"], j) * (math.sqrt(1 - abs(factor) ** 2) if normalize else 1)
+                h[j] = factor * h[j] + gamma * b
+            o.append(read_out(h))
+        return o
+
+    return loop
+
+
+def s5(tokens: Tokens) -> list[list[float]]:
+    """arXiv:2208.04933 Eq. 6: x_k = exp(Lambda dt) x_{k-1} + Lambda^-1 (exp(Lambda dt) - I) B u_k."""
+    h, o = [0j] * 3, []
+    for t in tokens:
+        for j, b in enumerate(complex_inputs(t["v"])):
+            A = complex(-t["rate"][j], t["omega"][j])
+            step = cmath.exp(A * at(t["dt"], j))
+            h[j] = step * h[j] + (step - 1) / A * b
+        o.append(read_out(h))
+    return o
+
+
+def s4d(multiplied: bool) -> Loop:
+    """arXiv:2206.11893 Listing 1: the kernel 2 Re sum_n C_n (exp(dt A) - 1) / A exp(dt A)^l, and its convolution.
+
+    H3 (arXiv:2212.14052) convolves k * v and multiplies by q.
+    """
+
+    def loop(tokens: Tokens) -> list[list[float]]:
+        o = []
+        for now, t in enumerate(tokens):
+            row = []
+            for j in range(V):
+                y = 0.0
+                for before in range(now + 1):
+                    u = tokens[before]["v"][j] * (tokens[before]["k"][j] if multiplied else 1)
+                    for n in range(j * SLOTS, (j + 1) * SLOTS):
+                        A, C = complex(-t["rate"][n], t["omega"][n]), complex(t["c"][n], t["d"][n])
+                        step = cmath.exp(A * at(t["dt"], j))
+                        y += 2 * (C * (step - 1) / A * step ** (now - before)).real * u
+                row.append(y * t["q"][j] if multiplied else y)
+            o.append(row)
+        return o
+
+    return loop
+
+
+def rwkv4(tokens: Tokens) -> list[list[float]]:
+    """arXiv:2305.13048 Eq. 14: the weighted mean as a sum over all tokens before, and sigmoid(r) from Eq. 15."""
+    o = []
+    for now, t in enumerate(tokens):
+        row = []
+        for j in range(V):
+            own = math.exp(at(t["u"], j) + t["k"][j])
+            top, bottom = own * t["v"][j], own
+            for before, i in enumerate(tokens[:now]):
+                weight = math.exp((now - 1 - before) * at(t["g"], j) + i["k"][j])
+                top, bottom = top + weight * i["v"][j], bottom + weight
+            row.append(top / bottom / (1 + math.exp(-t["q"][j])))
+        o.append(row)
+    return o
+
+
+def min_gru(tokens: Tokens) -> list[list[float]]:
+    """arXiv:2410.01201 Section 3.1: h_t = (1 - z_t) h_{t-1} + z_t h~_t."""
+    h, o = [0.0] * V, []
+    for t in tokens:
+        h = [(1 - at(t["z"], j)) * h[j] + at(t["z"], j) * t["v"][j] for j in range(V)]
+        o.append(h)
+    return o
+
+
+OF_SLOTS = {
+    "rate": {"slot_rate": {"slots": SLOTS}},
+    "omega": {"slot_frequency": {"slots": SLOTS}},
+    "c": {"slot_weight": {"slots": SLOTS}},
+    "d": {"slot_weight": {"slots": SLOTS}},
+}
+PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
+    *(("rg_lru", knobs, rg_lru(True)) for knobs in ({}, {"r": 1}, {"i": 1})),
+    ("rg_lru", {"normalize": False}, rg_lru(False)),
+    *(("hgrn", knobs, hgrn) for knobs in ({}, {"theta": 0}, {"low": 0.5})),
+    *(("lru", knobs, lru(True)) for knobs in ({}, {"theta": 0}, {"gamma": 1})),
+    ("lru", {"normalize": False}, lru(False)),
+    *(("s5", knobs, s5) for knobs in ({}, {"dt": 0.125})),
+    *(("s4d", OF_SLOTS | knobs, s4d(False)) for knobs in ({}, {"dt": 0.125})),
+    ("h3", OF_SLOTS, s4d(True)),
+    *(("rwkv4", knobs, rwkv4) for knobs in ({}, {"g": 0}, {"u": 0})),
+    *(("min_gru", knobs, min_gru) for knobs in ({}, {"z": 0.5})),
+]
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize(("name", "knobs", "loop"), PAPERS, ids=lambda part: "" if callable(part) else str(part))
+def test_rule_equals_its_paper(name: str, knobs: dict[str, Any], loop: Loop, backend: Any) -> None:
+    rule = deltalab.get_rule(name, **knobs)
+    x = drawn(rule)
+    outputs, state = [], None
+    for tokens in ((0, 4), (4, T)):
+        part = x.span(*tokens)
+        o, state = deltalab.scan(rule, part.q, part.k, part.v, part.gates, scale=1.0, state=state, backend=backend)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), by_paper(loop, rule, x), rtol=0, atol=1e-11)
+
+
+def test_rwkv4_does_not_overflow() -> None:
+    rule = deltalab.get_rule("rwkv4")
+    x = drawn(rule)
+    want, _ = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+    o, _ = deltalab.scan(rule, x.q, x.k + 2000.0, x.v, x.gates)
+    torch.testing.assert_close(o, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["h3", "rwkv4"])
+def test_products_of_keys_and_values_take_equal_widths(name: str) -> None:
+    rule = deltalab.get_rule(name)
+    x = draw(rule, batch=1, length=3, heads=1, key_dim=4, value_dim=3)
+    with pytest.raises(deltalab.InputError, match="as many channels of the key as of the value, not 4 and 3"):
+        deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+
+
+def test_s4d_takes_one_number_of_slots() -> None:
+    with pytest.raises(deltalab.InputError, match="the same number of slots"):
+        deltalab.get_rule("s4d", c={"slot_weight": {"slots": 4}})
+
+
+def test_starts_are_those_of_the_papers() -> None:
+    """|lambda| of LRU is on its ring, a^c of RG-LRU in its interval, and S5's frequencies are HiPPO-N's."""
+    shape, generator = (2, 500), torch.Generator().manual_seed(0)
+
+    def start(name: str, gate: str, parameter: str, of: tuple[int, ...] = shape) -> Tensor:
+        return deltalab.get_rule(name).gates[gate].parameters[parameter](of, generator)
+
+    radius = deltalab.get_rule("lru").gates["g"].value(torch.zeros(shape), {"nu": start("lru", "g", "nu")}).exp()
+    assert float(radius.square().mean()) == pytest.approx(0.5, abs=0.05)  # uniform on the disk
+    power = deltalab.get_rule("rg_lru").gates["g"].value(torch.zeros(shape), {"bias": start("rg_lru", "g", "bias")}).exp()
+    assert 0.9 <= float(power.min()) < 0.91
+    assert 0.99 < float(power.max()) <= 0.999
+    legs = torch.zeros(6, 6, dtype=torch.float64)
+    for n in range(6):
+        legs[n, n] = -(n + 1)
+        for k in range(n):
+            legs[n, k] = -math.sqrt((2 * n + 1) * (2 * k + 1))
+    rank_one = (torch.arange(6, dtype=torch.float64) + 0.5).sqrt()
+    eigenvalues = torch.linalg.eigvals(legs + torch.outer(rank_one, rank_one))
+    want = sorted(float(z.imag) for z in eigenvalues if z.imag > 0)
+    torch.testing.assert_close(start("s5", "omega", "value", (1, 3))[0], torch.tensor(want), rtol=1e-4, atol=1e-4)
