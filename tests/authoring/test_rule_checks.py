@@ -85,6 +85,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "future_leak": ("causality of values", "with other inputs after it, layer,"),
     "growing_state": ("eigenvalues", "`operands` gives a log-decay g of up to inf; above 0 it makes"),
     "gate_range": ("gate ranges", "[beta=twice_sigmoid()]: distance of 'beta', measured"),
+    "forgotten_token": ("state carry", "it lacks values that later tokens need"),
     "lost_state": ("state carry", "the given state is not used"),
     "raises": ("backends", "[form=mean]: raised ZeroDivisionError: nothing to divide by (raises.py:22)"),
     "small_state": ("sizes", "initial_state for torch.bfloat16"),
