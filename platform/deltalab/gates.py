@@ -40,6 +40,7 @@ Per: TypeAlias = Literal[
     "head_value_channel",
     "head_value_pair",
     "head_value_slot",
+    "head_value_square",
     "head_slot",
     "none",
 ]
@@ -63,6 +64,7 @@ class Gate:
     - `head_channel`, `head_value_channel`, `head_value_pair`, `head_slot`: learned, [H, K], [H, V], [H, (V + 1) // 2]
       and [H, slots];
     - `head_value_slot`: learned, for each head and each of `slots` slots of each channel of the value, [H, V slots];
+    - `head_value_square`: learned, `slots` matrices for each head, [H, slots V V];
     - `none`: fixed, [H].
 
     Attributes:
@@ -76,7 +78,7 @@ class Gate:
             torch's global generator. Weight decay does not apply to these parameters.
         rank: The width r of a projection W_1 W_2 x through r channels; None for one matrix.
         of: The gate whose projection and parameters this gate shares; None if it has its own.
-        slots: The number of slots, if `per` is `slot`, `head_slot` or `head_value_slot`.
+        slots: The number of slots, if `per` names them.
         features: None for a gate. Otherwise this object declares a projected vector besides q, k and v, per `channel`
             or `value_channel`, and `features` names the activation after the layer's short convolution, as for q and
             k: `unit` is SiLU and unit norm, `silu` is SiLU, `raw` is no activation.
@@ -106,6 +108,7 @@ class Gate:
             "value_channel": value_dim,
             "value_pair": (value_dim + 1) // 2,
             "value_slot": value_dim * self.slots,
+            "value_square": value_dim**2 * self.slots,
             "slot": self.slots,
         }
         width = widths.get(self.per.removeprefix("head_"))

@@ -1,4 +1,4 @@
-"""Papers whose recurrence is element-wise, written again from their equations, one channel and token at a time.
+"""Papers whose state is a number for each channel, written again from their equations, one channel and token at a time.
 
 Numbers are Python's, and complex where the paper's are.
 """
@@ -162,6 +162,35 @@ def min_gru(tokens: Tokens) -> list[list[float]]:
     return o
 
 
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def slstm(forget: Callable[[float], float]) -> Loop:
+    """arXiv:2405.04517 Eq. 8-14, without the stabilizer, whose effect on h is none."""
+
+    def loop(tokens: Tokens) -> list[list[float]]:
+        h, c, n, o = [0.0] * V, [0.0] * V, [0.0] * V, []
+        for t in tokens:
+            R = t["r"] if len(t["r"]) > 1 else [0.0] * (4 * V * V)
+
+            def read(gate: int, j: int, x: float, R: list[float] = R, h: list[float] = h) -> float:
+                return x + sum(h[i] * R[gate * V * V + i * V + j] for i in range(V)) / math.sqrt(V)
+
+            now = []
+            for j in range(V):
+                z = math.tanh(read(0, j, t["v"][j]))
+                write = math.exp(read(1, j, at(t["i"], j)))
+                keep = forget(read(2, j, at(t["f"], j)))
+                c[j], n[j] = keep * c[j] + write * z, keep * n[j] + write
+                now.append(sigmoid(read(3, j, at(t["o"], j))) * c[j] / n[j])
+            h = now
+            o.append(h)
+        return o
+
+    return loop
+
+
 OF_SLOTS = {
     "rate": {"slot_rate": {"slots": SLOTS}},
     "omega": {"slot_frequency": {"slots": SLOTS}},
@@ -178,6 +207,8 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     *(("s4d", OF_SLOTS | knobs, s4d(False)) for knobs in ({}, {"dt": 0.125})),
     ("h3", OF_SLOTS, s4d(True)),
     *(("rwkv4", knobs, rwkv4) for knobs in ({}, {"g": 0}, {"u": 0})),
+    *(("slstm", knobs, slstm(sigmoid)) for knobs in ({}, {"r": 0}, {"i": 0})),
+    ("slstm", {"forget": "exp"}, slstm(math.exp)),
     *(("min_gru", knobs, min_gru) for knobs in ({}, {"z": 0.5})),
 ]
 

@@ -77,6 +77,16 @@ class ElementwiseKernel(Protocol):
         ...
 
 
+class LSTMKernel(Protocol):
+    """`Kernels.lstm`."""
+
+    def __call__(
+        self, x: Tensor, weights: Tensor, state: tuple[Tensor, ...], /, *, log_sigmoid: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Computes h for all tokens, and the next state."""
+        ...
+
+
 class CrossEntropyKernel(Protocol):
     """`Kernels.cross_entropy`."""
 
@@ -157,6 +167,7 @@ class Kernels(NamedTuple):
         regression: Computes the function of `ridge.regression`.
         carry: Computes the function of `coupled.carried`, for tensors whose first dimension is that of the heads.
         elementwise: Computes the function of `elementwise.Scan`.
+        lstm: Computes `nonlinear.exponential_lstm` for all tokens.
         rms_norm: Takes x, branch, weight, gate, eps and the dtype of the result, and returns the norm and the sum, as
             `ops.norm`.
         convolve: Takes x, taps, past, widths, key_dim, how many of q, k and v get SiLU, whether unit norm follows, and
@@ -178,6 +189,7 @@ class Kernels(NamedTuple):
     regression: RegressionKernel | None = None
     carry: CarryKernel | None = None
     elementwise: ElementwiseKernel | None = None
+    lstm: LSTMKernel | None = None
     rms_norm: (
         Callable[
             [Tensor, Tensor | None, Tensor | None, Tensor | None, float, torch.dtype],

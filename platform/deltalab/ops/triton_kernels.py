@@ -7,7 +7,7 @@ from deltalab.kernels import carry, dispatch, interpreter, ptxas
 from deltalab.kernels.register import eager
 from deltalab.kernels.ridge import op as ridge
 from deltalab.kernels.step import adamw, convolution, embedding, loss, norm, random, swiglu
-from deltalab.kernels.tokens import elementwise
+from deltalab.kernels.tokens import elementwise, lstm
 from deltalab.ops.backends import Kernels
 
 interpreter.mend()
@@ -19,6 +19,7 @@ KERNELS = Kernels(
     regression=ridge.regression,
     carry=carry.carries,
     elementwise=elementwise.scan,
+    lstm=lstm.scan,
     rms_norm=eager(norm.rms_norm),
     convolve=eager(convolution.convolve),
     swiglu=eager(swiglu.swiglu),
