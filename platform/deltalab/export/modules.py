@@ -26,6 +26,7 @@ OF_A_RULE = (
     "errors",
     "fast_weights",
     "gates",
+    "long_convolution",
     "nonlinear",
     "ops.recurrence",
     "ops.vmap",
