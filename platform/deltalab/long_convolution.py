@@ -22,12 +22,14 @@ class Convolved:
     """The parts of y_t = sum_i h_{t-i} x_i for every token.
 
     Attributes:
-        x: The input, [B, T, H, C].
-        taps: Makes the filter h [N, H, C] for the lags 0 ... N - 1, given N.
+        kept: What the state keeps of every token, [B, T, H, width] for each of `LongConvolution.widths`.
+        x: Makes the input x [B, H, N, C] from what was kept of all N tokens so far, [B, H, N, width] each.
+        taps: Makes the filter h [N, H, C] or [N, H, 1] for the lags 0 ... N - 1, given N.
         output: Makes o [B, T, H, V], without the scale, from y [B, T, H, C].
     """
 
-    x: Tensor
+    kept: State
+    x: Callable[..., Tensor]
     taps: Callable[[int], Tensor]
     output: Callable[[Tensor], Tensor]
 
@@ -39,12 +41,12 @@ class LongConvolution(UpdateRule):
         y_t = sum_{i <= t} h_{t-i} x_i
         o_t = scale output(y_t)
 
-    The state is all x so far, [B, H, n, C].
+    The state is what x is made of, for all n tokens so far, [B, H, n, width] each.
     """
 
-    def channels(self, key_dim: int, value_dim: int) -> int:
-        """Returns C, V by default."""
-        return value_dim
+    def widths(self, key_dim: int, value_dim: int) -> tuple[int, ...]:
+        """Returns the widths of the state's tensors, (V,) by default."""
+        return (value_dim,)
 
     @abstractmethod
     def convolved(self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor]) -> Convolved:
@@ -59,20 +61,19 @@ class LongConvolution(UpdateRule):
 
     def initial_state(self, k: Tensor, v: Tensor) -> State:
         dtype = torch.promote_types(v.dtype, torch.float32)
-        channels = self.channels(k.shape[-1], v.shape[-1])
-        return (v.new_zeros(v.shape[0], v.shape[2], 0, channels, dtype=dtype),)
+        widths = self.widths(k.shape[-1], v.shape[-1])
+        return tuple(v.new_zeros(v.shape[0], v.shape[2], 0, width, dtype=dtype) for width in widths)
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
-        (past,) = state
-        q, k, v = (x.to(past.dtype) for x in (q, k, v))
-        parts = self.convolved(q, k, v, {name: x.to(past.dtype) for name, x in gates.items()})
-        x = torch.cat([past, parts.x.transpose(1, 2)], dim=2)
+        q, k, v = (x.to(state[0].dtype) for x in (q, k, v))
+        parts = self.convolved(q, k, v, {name: x.to(q.dtype) for name, x in gates.items()})
+        state = tuple(torch.cat([past, new.transpose(1, 2)], dim=2) for past, new in zip(state, parts.kept, strict=True))
+        x, new = parts.x(*state), q.shape[1]
         taps = parts.taps(x.shape[2]).transpose(0, 1)
-        new = parts.x.shape[1]
         y = (taps.flip(1) * x).sum(2, keepdim=True) if new == 1 else convolve(x, taps)[:, :, -new:]
-        return scale * parts.output(y.transpose(1, 2)), (x,)
+        return scale * parts.output(y.transpose(1, 2)), state
 
 
 def convolve(x: Tensor, taps: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def convolve(x: Tensor, taps: Tensor) -> Tensor:
 
     Args:
         x: The input, [B, H, T, C].
-        taps: h, [H, T, C].
+        taps: h, [H, T, C], or [H, T, 1] if it is the same for all channels.
     """
     length, size = x.shape[2], BLOCK
     stretch = BLOCK
