@@ -191,12 +191,51 @@ def slstm(forget: Callable[[float], float]) -> Loop:
     return loop
 
 
+def hyena(width: int, frequency: float, outer: bool) -> Loop:
+    """arXiv:2302.10866 Section 3 and App. D.3: y = q (h * (k v)), h = window FFN(positions); arXiv:2310.18780 Section 4.
+
+    Multi-head Hyena convolves the outer products k v^T, and reads them by q.
+    """
+
+    def tap(t: dict[str, list[float]], lag: float, j: int) -> float:
+        numbers = iter(t["hidden"])
+        first = [[next(numbers) for _ in range(width)] for _ in range(3)]
+        first_bias = [next(numbers) for _ in range(width)]
+        second = [[next(numbers) for _ in range(width)] for _ in range(width)]
+        second_bias = [next(numbers) for _ in range(width)]
+        turn = cmath.exp(-2j * math.pi * 1e-4 * lag)
+        x = [lag, turn.real, turn.imag]
+        for matrix, bias in ((first, first_bias), (second, second_bias)):
+            sums = [bias[j] + sum(x[i] * matrix[i][j] for i in range(len(x))) for j in range(width)]
+            x = [math.sin(frequency * y / math.sqrt(len(x))) for y in sums]
+        row = j if len(t["last"]) > width else 0
+        y = sum(x[i] * t["last"][row * width + i] for i in range(width)) / math.sqrt(width)
+        slowest, fastest = -math.log(0.01) / 1.5, -math.log(0.01) / 0.3
+        return math.exp(-lag * (slowest + j / (V - 1) * (fastest - slowest))) * y
+
+    def loop(tokens: Tokens) -> list[list[float]]:
+        o = []
+        for now, t in enumerate(tokens):
+            row = [0.0] * V
+            for before, i in enumerate(tokens[: now + 1]):
+                read = sum(q * k for q, k in zip(t["q"], i["k"], strict=True))
+                for j in range(V):
+                    h = tap(t, (now - before) / 64, j) + (at(t["d"], j) if before == now else 0)
+                    row[j] += h * i["v"][j] * (read if outer else t["q"][j] * i["k"][j])
+            o.append(row)
+        return o
+
+    return loop
+
+
 OF_SLOTS = {
     "rate": {"slot_rate": {"slots": SLOTS}},
     "omega": {"slot_frequency": {"slots": SLOTS}},
     "c": {"slot_weight": {"slots": SLOTS}},
     "d": {"slot_weight": {"slots": SLOTS}},
 }
+SMALL = {"hidden": {"filter_network": {"width": 3}}, "length": 64}
+EACH, SHARED = ({"last": {kind: {"width": 3}}} for kind in ("filter_output", "shared_filter_output"))
 PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     *(("rg_lru", knobs, rg_lru(True)) for knobs in ({}, {"r": 1}, {"i": 1})),
     ("rg_lru", {"normalize": False}, rg_lru(False)),
@@ -209,6 +248,10 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     *(("rwkv4", knobs, rwkv4) for knobs in ({}, {"g": 0}, {"u": 0})),
     *(("slstm", knobs, slstm(sigmoid)) for knobs in ({}, {"r": 0}, {"i": 0})),
     ("slstm", {"forget": "exp"}, slstm(math.exp)),
+    ("hyena", SMALL | EACH, hyena(3, 10.0, False)),
+    ("hyena", SMALL | SHARED | {"d": 0, "frequency": 1.0}, hyena(3, 1.0, False)),
+    ("hyena", SMALL | EACH | {"outer": True, "d": 0}, hyena(3, 10.0, True)),
+    ("hyena", SMALL | SHARED | {"outer": True}, hyena(3, 10.0, True)),
     *(("min_gru", knobs, min_gru) for knobs in ({}, {"z": 0.5})),
 ]
 
@@ -234,7 +277,7 @@ def test_rwkv4_does_not_overflow() -> None:
     torch.testing.assert_close(o, want, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["h3", "rwkv4"])
+@pytest.mark.parametrize("name", ["h3", "rwkv4", "hyena"])
 def test_products_of_keys_and_values_take_equal_widths(name: str) -> None:
     rule = deltalab.get_rule(name)
     x = draw(rule, batch=1, length=3, heads=1, key_dim=4, value_dim=3)
@@ -245,6 +288,11 @@ def test_products_of_keys_and_values_take_equal_widths(name: str) -> None:
 def test_s4d_takes_one_number_of_slots() -> None:
     with pytest.raises(deltalab.InputError, match="the same number of slots"):
         deltalab.get_rule("s4d", c={"slot_weight": {"slots": 4}})
+
+
+def test_hyena_takes_one_width() -> None:
+    with pytest.raises(deltalab.InputError, match="hidden and last must have the same width"):
+        deltalab.get_rule("hyena", last={"filter_output": {"width": 4}})
 
 
 def test_starts_are_those_of_the_papers() -> None:
