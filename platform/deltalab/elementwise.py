@@ -1,4 +1,4 @@
-"""Rules whose state has no keys: each channel is a linear recurrence of its own, h_t = a_t h_{t-1} + b_t (LRU, Griffin).
+"""Rules whose state has no keys: each channel is a linear recurrence h_t = a_t h_{t-1} + b_t of its own (LRU, Griffin).
 
 A rule gives a, b and the readout. The parallel form, the Triton kernels, gradients and decoding come from here.
 """
@@ -167,7 +167,7 @@ def complement(g: Tensor) -> Tensor:
 
 
 def zero_order_hold(dt: Tensor, rate: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a and the factor of the input of h' = A h + u, for steps of length dt with a constant u, A = -rate + i omega.
+    """Returns the factors of h and of u for one step of h' = A h + u with a constant u and A = -rate + i omega.
 
         a = exp(dt A),   (a - 1) / A
 

@@ -498,6 +498,4 @@ def slot_weight(slots: float = 32) -> Gate:
 
 
 def _of_slot(slots: float, parameters: Mapping[str, Start], value: Value, *, low: float = -math.inf) -> Gate:
-    return Gate(
-        per="head_value_slot", slots=int(slots), low=low, high=math.inf, parameters=parameters, value=value
-    )
+    return Gate(per="head_value_slot", slots=int(slots), low=low, high=math.inf, parameters=parameters, value=value)

@@ -69,7 +69,9 @@ class LongConvolution(UpdateRule):
     ) -> tuple[Tensor, State]:
         q, k, v = (x.to(state[0].dtype) for x in (q, k, v))
         parts = self.convolved(q, k, v, {name: x.to(q.dtype) for name, x in gates.items()})
-        state = tuple(torch.cat([past, new.transpose(1, 2)], dim=2) for past, new in zip(state, parts.kept, strict=True))
+        state = tuple(
+            torch.cat([past, new.transpose(1, 2)], dim=2) for past, new in zip(state, parts.kept, strict=True)
+        )
         x, new = parts.x(*state), q.shape[1]
         taps = parts.taps(x.shape[2]).transpose(0, 1)
         y = (taps.flip(1) * x).sum(2, keepdim=True) if new == 1 else convolve(x, taps)[:, :, -new:]

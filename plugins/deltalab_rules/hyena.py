@@ -48,7 +48,7 @@ def filter_output(width: float = 64) -> Gate:
 
 @parameterization
 def shared_filter_output(width: float = 64) -> Gate:
-    """The last layer of a filter that all channels of a head share, a vector [width]; numbers as in `filter_network`."""
+    """The last layer of a filter that a head's channels share, a vector [width]; numbers as in `filter_network`."""
     return _output("head_slot", width)
 
 
@@ -86,12 +86,12 @@ class Hyena(LongConvolution):
 
     Poli et al. 2023 (arXiv:2302.10866, Section 3), of order 2; all is element-wise over the channels, so that key_dim
     and value_dim are equal. outer: True with last: shared_filter_output is multi-head Hyena (Massaroli et al. 2023,
-    arXiv:2310.18780, Section 4). The filter's network belongs to a head: with one head it is theirs. The numbers of W
-    are divided by the root of their row's length. w is fixed, evenly spaced over a head's channels. length is the number
-    of tokens that lags are divided by; a sequence may be longer. d: const(0) leaves the bias out.
+    arXiv:2310.18780, Section 4). The filter's network belongs to a head: with one head it is theirs. The argument of
+    a sine, and the last sum, is divided by the root of the number of inputs of its layer. w is fixed, evenly spaced over
+    a head's channels. A sequence may be longer than length. d: const(0) leaves the bias out.
 
-    The state holds all k_i * v_i so far, and with outer all k_i and v_i. There is no Triton kernel: a block of tokens is
-    a matrix product, and longer lags are FFTs.
+    The state holds all k_i * v_i so far, and with outer all k_i and v_i. No Triton kernel computes it: a block of
+    tokens is a matrix product, and longer lags are FFTs.
     """
 
     name: ClassVar[str] = "hyena"
@@ -155,7 +155,8 @@ class Hyena(LongConvolution):
         now = torch.zeros_like(lag)
         now[0] = 1.0
         d = gates["d"] if gates["d"].dim() > 1 else gates["d"][:, None]
-        return (-rates * lag).exp()[:, None] * x + now[..., None] * d
+        taps: Tensor = (-rates * lag).exp()[:, None] * x + now[..., None] * d
+        return taps
 
     def step(
         self,

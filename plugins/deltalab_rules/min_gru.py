@@ -16,8 +16,8 @@ from deltalab.rule import State, knob
 class MinGRU(Elementwise):
     """h_t = (1 - z_t) h_{t-1} + z_t v_t,   o_t = scale h_t
 
-    Feng et al. 2024 (arXiv:2410.01201, Section 3.1), with v as the candidate. All is element-wise over the channels of v.
-    q is not read and k is not read: key_dim 1 makes their projections small. z: const(0.5) is a moving mean.
+    Feng et al. 2024 (arXiv:2410.01201, Section 3.1), with v as the candidate. All is element-wise over the channels of
+    v. q is not read and k is not read: key_dim 1 makes their projections small. z: const(0.5) is a moving mean.
     """
 
     name: ClassVar[str] = "min_gru"
@@ -34,9 +34,7 @@ class MinGRU(Elementwise):
         z = gates["z"].expand(v.shape)
         return Terms(a=1 - z, b=z * v, output=lambda h: h)
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, state: State, z: Tensor
-    ) -> tuple[Tensor, State]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, state: State, z: Tensor) -> tuple[Tensor, State]:
         z = z if z.dim() > 1 else z[:, None]
         h = (1 - z) * state[0] + z * v
         return scale * h, (h,)

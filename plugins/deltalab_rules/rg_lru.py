@@ -38,8 +38,8 @@ def rg_lru_decay(c: float = 8.0, low: float = 0.9, high: float = 0.999) -> Gate:
 class RGLRU(Elementwise):
     """h_t = alpha_t h_{t-1} + sqrt(1 - alpha_t^2) (i_t * v_t),   alpha_t = exp(r_t g),   o_t = scale h_t
 
-    De et al. 2024 (arXiv:2402.19427, Eq. 1-4), with v as x, and g = c log a. All is element-wise over the channels of v.
-    q is not read and k is not read: key_dim 1 makes their projections small. r and i read the layer's input by one
+    De et al. 2024 (arXiv:2402.19427, Eq. 1-4), with v as x, and g = c log a. All is element-wise over the channels of
+    v. q is not read and k is not read: key_dim 1 makes their projections small. r and i read the layer's input by one
     matrix each, where theirs read x after the convolution by blocks. normalize: False leaves sqrt(1 - alpha_t^2) out.
     """
 

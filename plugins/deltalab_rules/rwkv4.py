@@ -43,8 +43,8 @@ class RWKV4(Elementwise):
     """o_t = scale sigmoid(q_t) * (x_{t-1} + exp(u + k_t) v_t) / (y_{t-1} + exp(u + k_t))
     x_t = exp(g) x_{t-1} + exp(k_t) v_t,   y_t = exp(g) y_{t-1} + exp(k_t)
 
-    Peng et al. 2023 (arXiv:2305.13048, Eq. 14-16, with r as q, and g = -w): the state alone, without token shift. All is
-    element-wise over the channels, so that key_dim and value_dim are equal. The state is (x, y) exp(-m) and
+    Peng et al. 2023 (arXiv:2305.13048, Eq. 14-16, with r as q, and g = -w): the state alone, without token shift. All
+    is element-wise over the channels, so that key_dim and value_dim are equal. The state is (x, y) exp(-m) and
     m_t = max(g + m_{t-1}, k_t), which o does not depend on. u: const(0) weighs the token itself as later tokens do.
     """
 

@@ -29,7 +29,8 @@ def _hippo(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """The positive imaginary parts of the eigenvalues of HiPPO-N with 2 n states, for the n pairs of a head."""
     root = (2 * torch.arange(2 * shape[-1], dtype=torch.float64) + 1).sqrt()
     skew = torch.outer(root, root).triu(1) / 2
-    return torch.linalg.eigvalsh(1j * (skew - skew.T))[shape[-1] :].float().expand(shape).clone()
+    frequencies: Tensor = torch.linalg.eigvalsh(1j * (skew - skew.T))[shape[-1] :]
+    return frequencies.float().expand(shape).clone()
 
 
 @parameterization

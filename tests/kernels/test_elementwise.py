@@ -1,4 +1,4 @@
-"""Element-wise recurrences: the parallel form and the kernels, held to a loop over tokens. In Triton's interpreter, or on a GPU."""
+"""Element-wise recurrences, in parallel and by kernels, held to a loop: in Triton's interpreter, or on a GPU."""
 
 import os
 from typing import Any
@@ -61,7 +61,9 @@ def with_gradients(run: Scan, tensors: list[Tensor], device: str) -> list[Tensor
 def test_form_is_the_loop(form: str, dtype: torch.dtype, moving: bool, length: int) -> None:
     tensors = drawn(dtype, length, moving=moving)
     device = DEVICE if form == "triton" else "cpu"
-    for got, want in zip(with_gradients(FORMS[form], tensors, device), with_gradients(loop, tensors, "cpu"), strict=True):
+    for got, want in zip(
+        with_gradients(FORMS[form], tensors, device), with_gradients(loop, tensors, "cpu"), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
 
@@ -138,7 +140,7 @@ def test_packed_sequences_of_a_rule_by_its_kernel(name: str, dtype: torch.dtype)
 
 def test_fp64_has_no_kernel_of_a_rule() -> None:
     x = draw(RULES["lru"], batch=1, length=2, heads=1, key_dim=2, value_dim=2)
-    with pytest.raises(deltalab.InputError, match="bf16, fp16 or fp32, not torch.float64"):
+    with pytest.raises(deltalab.InputError, match="take q, k and v in bf16, fp16 or fp32, not"):
         deltalab.scan(RULES["lru"], x.q, x.k, x.v, x.gates, backend="triton")
 
 

@@ -59,12 +59,16 @@ def with_gradients(run: Any, tensors: list[Tensor], device: str, log_sigmoid: bo
 
 
 @pytest.mark.parametrize("log_sigmoid", [True, False])
-@pytest.mark.parametrize(("length", "width", "empty", "ends"), [(1, 4, False, True), (6, 5, True, False), (5, 19, False, True)])
+@pytest.mark.parametrize(
+    ("length", "width", "empty", "ends"), [(1, 4, False, True), (6, 5, True, False), (5, 19, False, True)]
+)
 def test_kernel_is_the_loop(log_sigmoid: bool, length: int, width: int, empty: bool, ends: bool) -> None:
     tensors = drawn(length, width, empty=empty)
     got = with_gradients(kernel, tensors, DEVICE, log_sigmoid, ends)
     for name, want in with_gradients(loop, tensors, "cpu", log_sigmoid, ends).items():
-        torch.testing.assert_close(got[name], want, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got[name], want, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_stack_of_runs_is_each_run_by_itself() -> None:

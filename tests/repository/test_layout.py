@@ -138,7 +138,20 @@ def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:
     lookups = re.compile(r"torch\.ops\.deltalab|sys\.modules\[|import_module\(|__import__\(")
     package = ROOT / "platform" / "deltalab"
     files = [file for folder in ("ops", "models", "training", "tasks") for file in package.glob(f"{folder}/**/*.py")]
-    files += [package / f"{name}.py" for name in ("elementwise", "fast_weights", "gates", "long_convolution", "nonlinear", "ridge", "rule", "softmax", "structure")]
+    files += [
+        package / f"{name}.py"
+        for name in (
+            "elementwise",
+            "fast_weights",
+            "gates",
+            "long_convolution",
+            "nonlinear",
+            "ridge",
+            "rule",
+            "softmax",
+            "structure",
+        )
+    ]
     found = [str(file.relative_to(package)) for file in files if lookups.search(file.read_text(encoding="utf-8"))]
     assert found == ["ops/backends.py"]
 

@@ -1,4 +1,4 @@
-"""Long convolutions: the blocks and FFTs equal the sum, nothing flows backward in time, and decoding keeps the inputs."""
+"""Long convolutions: blocks and FFTs equal the sum, nothing flows backward in time, and decoding keeps the inputs."""
 
 import pytest
 import torch

@@ -192,9 +192,9 @@ def slstm(forget: Callable[[float], float]) -> Loop:
 
 
 def hyena(width: int, frequency: float, outer: bool) -> Loop:
-    """arXiv:2302.10866 Section 3 and App. D.3: y = q (h * (k v)), h = window FFN(positions); arXiv:2310.18780 Section 4.
+    """arXiv:2302.10866 Section 3 and App. D.3: y = q (h * (k v)), h = window FFN(positions).
 
-    Multi-head Hyena convolves the outer products k v^T, and reads them by q.
+    Multi-head Hyena (arXiv:2310.18780 Section 4) convolves the outer products k v^T, and reads them by q.
     """
 
     def tap(t: dict[str, list[float]], lag: float, j: int) -> float:
@@ -304,7 +304,9 @@ def test_starts_are_those_of_the_papers() -> None:
 
     radius = deltalab.get_rule("lru").gates["g"].value(torch.zeros(shape), {"nu": start("lru", "g", "nu")}).exp()
     assert float(radius.square().mean()) == pytest.approx(0.5, abs=0.05)  # uniform on the disk
-    power = deltalab.get_rule("rg_lru").gates["g"].value(torch.zeros(shape), {"bias": start("rg_lru", "g", "bias")}).exp()
+    power = (
+        deltalab.get_rule("rg_lru").gates["g"].value(torch.zeros(shape), {"bias": start("rg_lru", "g", "bias")}).exp()
+    )
     assert 0.9 <= float(power.min()) < 0.91
     assert 0.99 < float(power.max()) <= 0.999
     legs = torch.zeros(6, 6, dtype=torch.float64)

@@ -337,7 +337,13 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
 
     They are the weights of the projection from the width d, and the parameters that have the gate's own shape.
     """
-    shapes = {"channel": "H K", "value_channel": "H V", "value_pair": "H V/2", "value_slot": "H V", "value_square": "H V V"}
+    shapes = {
+        "channel": "H K",
+        "value_channel": "H V",
+        "value_pair": "H V/2",
+        "value_slot": "H V",
+        "value_square": "H V V",
+    }
     shape = shapes.get(gate.per.removeprefix("head_"), "H")
     slots = gate.slots or 1
     constants = {shape: slots * len(gate.parameters)}

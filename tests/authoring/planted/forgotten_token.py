@@ -1,4 +1,4 @@
-"""Planted: an element-wise recurrence that mixes neighbouring tokens, and does not keep the last one for the next call."""
+"""Planted bug: an element-wise recurrence mixes neighbouring tokens, but does not keep the last one for later calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ def forward_kernel(
     a, b, start, h, length,
     C: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
-    """Computes h of one block of channels of one sequence. A complex number has two PARTS; the first is the real one."""
+    """Computes h of one block of channels of one sequence. A complex number has two PARTS, the real one first."""
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = channel < C
@@ -55,7 +55,9 @@ def backward_kernel(
     a, start, h, d_h, d_a, d_b, d_start, length,
     C: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of one block of channels: d_b_t = d_h_t + conj(a_{t+1}) d_b_{t+1}, d_a_t = d_b_t conj(h_{t-1}).
+    """Computes the gradients of one block of channels of one sequence.
+
+        d_b_t = d_h_t + conj(a_{t+1}) d_b_{t+1},   d_a_t = d_b_t conj(h_{t-1})
 
     Where a is the same for all tokens, d_a is the sum over them.
     """
@@ -115,7 +117,9 @@ def scan(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
     if not start.is_complex():
         real: Tensor = _eagerly(a.contiguous(), b.contiguous(), start.contiguous(), 1)
         return real
-    return torch.view_as_complex(_eagerly(*(torch.view_as_real(x.resolve_conj().contiguous()) for x in (a, b, start)), 2))
+    return torch.view_as_complex(
+        _eagerly(*(torch.view_as_real(x.resolve_conj().contiguous()) for x in (a, b, start)), 2)
+    )
 
 
 def _launch(kernel: Any, parts: int, length: int, **tensors: Tensor) -> None:

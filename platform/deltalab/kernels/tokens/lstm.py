@@ -225,9 +225,7 @@ def _backward(
     return d_x, d_r, d_h_0, d_c_0, d_n_0, d_m_0
 
 
-def _gradients(
-    *, x: Tensor, r: Tensor, h_0: Tensor, **_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _gradients(*, x: Tensor, r: Tensor, h_0: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_h_0, d_c_0, d_n_0, d_m_0 = (torch.empty_like(h_0) for _ in range(4))
     return torch.empty_like(x), torch.empty_like(r), d_h_0, d_c_0, d_n_0, d_m_0
 
