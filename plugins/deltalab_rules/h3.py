@@ -19,9 +19,9 @@ class H3(Elementwise):
     """h_t = exp(dt A) h_{t-1} + (exp(dt A) - 1) / A (k_t * v_t),   A = -rate + i omega
     o_t = 2 scale q_t * Re sum_n C_n h_{t,n},   C = c + i d
 
-    Fu et al. 2023 (arXiv:2212.14052, Algorithm 1) with heads of one channel, as in their models; all is element-wise
-    over the channels, so that key_dim and value_dim are equal. Their shift SSM on k is the layer's convolution, of `conv`
-    taps. The diagonal SSM is that of s4d. The skip D is left out. n is the `slots` of rate, omega, c and d.
+    Fu et al. 2023 (arXiv:2212.14052, Algorithm 1) with heads of one channel, as in their models. All is element-wise
+    over the channels, so that key_dim and value_dim are equal. Their shift SSM on k is the layer's convolution, of
+    `conv` taps. The diagonal SSM is that of s4d. The skip D is left out. n is the `slots` of rate, omega, c and d.
 
     Training keeps 2 n numbers for each token and channel.
     """

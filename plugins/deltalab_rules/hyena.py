@@ -86,8 +86,8 @@ class Hyena(LongConvolution):
 
     Poli et al. 2023 (arXiv:2302.10866, Section 3), of order 2; all is element-wise over the channels, so that key_dim
     and value_dim are equal. outer: True with last: shared_filter_output is multi-head Hyena (Massaroli et al. 2023,
-    arXiv:2310.18780, Section 4). The filter's network belongs to a head: with one head it is theirs. The argument of
-    a sine, and the last sum, is divided by the root of the number of inputs of its layer. w is fixed, evenly spaced over
+    arXiv:2310.18780, Section 4). The filter's network belongs to a head: with one head it is theirs. The argument of a
+    sine, and the last sum, is divided by the root of the number of inputs of its layer. w is fixed, evenly spaced over
     a head's channels. A sequence may be longer than length. d: const(0) leaves the bias out.
 
     The state holds all k_i * v_i so far, and with outer all k_i and v_i. No Triton kernel computes it: a block of

@@ -52,6 +52,8 @@ MODELS = {
     "plugin": {"rule": "exported_squared"},
     "fast_weights": {"rule": {"name": "ttt_linear", "mini_batch": 4}},
     "ridge": {"rule": {"name": "gka", "iterations": 3}},
+    "element-wise": {"rule": "hgrn"},
+    "nonlinear": {"rule": "slstm"},
     "carry": {"rule": "preconditioned_gated_deltanet"},
     "every part of a layer": {
         "rule": "gated_deltanet",

@@ -352,6 +352,9 @@ PAPERS = [
     ("rwkv6", {}, rwkv6),
     ("rwkv6", {"u": 1}, rwkv6),
     ("rwkv6", {"u": 0}, rwkv6_without_bonus),
+    ("rwkv5", {}, rwkv6),  # w is the same for all tokens
+    ("rwkv5", {"u": 1}, rwkv6),
+    ("rwkv5", {"u": 0}, rwkv6_without_bonus),
     ("lightnet", {}, lightnet),
     ("mlstm", {}, mlstm),
     ("mlstm", {"g": {"log_gate": {"init": 3}}}, mlstm),
