@@ -78,12 +78,21 @@ FOUND = {
 KNOWN = {**POINTS, **FOUND}
 
 
+LATER = {
+    **dict.fromkeys(("h3", "hgrn", "lru", "min_gru", "rg_lru", "rwkv4", "s4d", "s5"), "an element-wise recurrence"),
+    "slstm": "its state enters a nonlinearity",
+    "hyena": "a long convolution",
+    "rwkv5": "its decay is learned for each channel, and does not depend on the token",
+}
+"""Further rules outside, with the reason. The file of `algebra` cannot list them: its hash is in the keys of trials."""
+
+
 class TestPoints:
     def test_every_rule_is_a_point_or_says_why_not(self) -> None:
         rules = [
             name for name in deltalab.list_rules() if registry.rule_plugin(name).file.parent.name == "deltalab_rules"
         ]
-        assert sorted([*KNOWN, *OUTSIDE, "algebra"]) == rules
+        assert sorted([*KNOWN, *OUTSIDE, *LATER, "algebra"]) == rules
 
     @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
     # The beta of metala is a gate that shares g's projection: only a layer makes it 1 - alpha, as it is here.

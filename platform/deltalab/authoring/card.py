@@ -17,6 +17,7 @@ import torch
 
 from deltalab.authoring.inputs import draw
 from deltalab.authoring.kernel_line import WIDTH, kernel_line
+from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.layer import RuleLayer, initialize
 from deltalab.ops.scan import operands
@@ -150,7 +151,9 @@ class Card:
                 f"| {gate.symbol} | `{gate.form}` | {gate.per} | {gate.range} | {gate.parameters} |"
                 for gate in self.gates
             ]
-            lines += ["", f"The gates of a layer have {self.parameters} parameters (width d, H heads of size K).", ""]
+            pairs = ", P pairs of channels of v" if " P" in self.parameters else ""
+            sizes = f"width d, H heads of size K{pairs}"
+            lines += ["", f"The gates of a layer have {self.parameters} parameters ({sizes}).", ""]
         lines += ["## Structure and cost", "", "| | |", "| --- | --- |"]
         lines += [f"| {name} | {fact} |" for name, fact in self._facts().items()]
         return "\n".join(lines) + "\n"
@@ -323,12 +326,20 @@ def _widths(rule: UpdateRule) -> str:
 
 
 def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Returns how many elements a head keeps in a layer's cache, twice: after `LONG` tokens, and after one more."""
+    """Returns how many elements a head keeps in a layer's cache, twice: after `LONG` tokens, and after one more.
+
+    A rule that takes K = V alone is measured with V for both, so that its formulas have no K.
+    """
     layer = RuleLayer(rule, 8, 1, key_dim=key_dim, value_dim=value_dim, conv=0)
     initialize(layer, 0)
-    with torch.no_grad():
-        _, before = layer.advance(torch.ones(1, LONG, 8))
-        _, after = layer.advance(torch.ones(1, 1, 8), before)
+    try:
+        with torch.no_grad():
+            _, before = layer.advance(torch.ones(1, LONG, 8))
+            _, after = layer.advance(torch.ones(1, 1, 8), before)
+    except InputError:
+        if key_dim == value_dim:
+            raise
+        return _state(rule, value_dim, value_dim)
     return before.numel(), after.numel()
 
 
@@ -340,7 +351,7 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
     shapes = {
         "channel": "H K",
         "value_channel": "H V",
-        "value_pair": "H V/2",
+        "value_pair": "H P",
         "value_slot": "H V",
         "value_square": "H V V",
     }

@@ -44,11 +44,13 @@ FORMS = (
 WHY_NOT = {
     "based": "FLA has this layer, and no model of it",
     "gated_deltanet2": "FLA has this layer, and no model of it",
+    "hgrn": "FLA's HGRN is real, ours is complex as in its paper",
     "gsa": "FLA's GSA takes SiLU of its output before a norm over all heads, which no output norm of ours does",
     "log_linear_attention": "FLA has it as a Mamba-2 block with a skip from v to the output",
     "mamba": "FLA's Mamba has a step for each channel of the model, and no heads",
     "mamba3": "FLA's Mamba-3 normalizes q and k, adds biases to them, and skips from v to the output",
     "mesa_net": "FLA's gates have biases, and its v neither convolution nor SiLU",
+    "min_gru": "FLA's HGRN, which is this recurrence, takes SiLU of v, and has a norm over all heads times a gate",
     "mom": "FLA's router belongs to the layer, ours to each head",
     "momentum_deltanet": "FLA has this layer, and no model of it",
     "path_attention": "FLA's beta has a bias, ours none",
