@@ -151,3 +151,36 @@ def test_fixed_decays():
         assert gate.constant
         assert gate.low <= fixed.min()
         assert fixed.max() <= gate.high
+
+
+def test_a_value_sigmoid_of_rank_0_has_one_matrix():
+    module, x, found = values({"z": gates.value_sigmoid(rank=0), "w": gates.value_sigmoid()})
+    torch.testing.assert_close(found["z"], projected(module, "z", x).unflatten(-1, (H, K)).sigmoid())
+    assert [tuple(w.shape) for name, w in module.named_parameters() if name.startswith("project.z")] == [(H * K, D)]
+    with pytest.raises(deltalab.InputError, match="rank must be at least 0, not -1"):
+        gates.value_sigmoid(rank=-1)
+
+
+def test_learned_numbers_of_pairs_slots_and_matrices_have_their_shapes():
+    value_dim = 5
+    per = {"pair": gates.pair_step(), "channel": gates.channel_step(), "slot": gates.slot_rate(slots=3)}
+    assert {name: gate.shape(H, K, value_dim) for name, gate in per.items()} == {
+        "pair": (H, 3),
+        "channel": (H, 5),
+        "slot": (H, 15),
+    }
+    assert deltalab.get_rule("slstm").gates["r"].shape(H, K, value_dim) == (H, 4 * 5 * 5)
+
+
+def test_frequencies_and_rates_of_slots_start_as_in_s4d_lin():
+    module, _, found = values({"omega": gates.slot_frequency(slots=3), "rate": gates.slot_rate(slots=3)})
+    torch.testing.assert_close(found["omega"].view(H, K, 3)[1, 2], math.pi * torch.arange(3.0, dtype=torch.float64))
+    torch.testing.assert_close(found["rate"], torch.full_like(found["rate"], 0.5))
+
+
+@pytest.mark.parametrize("make", [gates.channel_step, gates.pair_step])
+def test_steps_start_between_their_ends(make):
+    _, _, found = values({"dt": make(dt_min=0.01, dt_max=0.02)})
+    assert ((found["dt"] >= 0.01 - 1e-6) & (found["dt"] <= 0.02 + 1e-6)).all()
+    with pytest.raises(deltalab.InputError, match="dt_min must not exceed dt_max"):
+        make(dt_min=1.0, dt_max=0.1)
