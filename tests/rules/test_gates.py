@@ -173,7 +173,7 @@ def test_learned_numbers_of_pairs_slots_and_matrices_have_their_shapes():
 
 
 def test_frequencies_and_rates_of_slots_start_as_in_s4d_lin():
-    module, _, found = values({"omega": gates.slot_frequency(slots=3), "rate": gates.slot_rate(slots=3)})
+    _, _, found = values({"omega": gates.slot_frequency(slots=3), "rate": gates.slot_rate(slots=3)})
     torch.testing.assert_close(found["omega"].view(H, K, 3)[1, 2], math.pi * torch.arange(3.0, dtype=torch.float64))
     torch.testing.assert_close(found["rate"], torch.full_like(found["rate"], 0.5))
 
