@@ -226,20 +226,30 @@ def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool
         if as_json:
             print(json.dumps({what: name, "checks": [asdict(result) for result in results]}))
             continue
-        table = Table(title=name, title_justify="left", box=None, pad_edge=False)
-        for column in ("", "check", "figure", "what"):
-            table.add_column(column, overflow="fold")
-        for result in results:
-            mark = "[green]ok[/]" if result.passed else "[red]FAILED[/]"
-            figure = f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
-            table.add_row(mark, result.name, figure, escape(result.message))
-        console.print(table)
+        rows = [
+            ("ok" if result.passed else "FAILED", result.name, _figure(result), result.message) for result in results
+        ]
+        if console.is_terminal:
+            table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+            for column in ("", "check", "figure", "what"):
+                table.add_column(column, overflow="fold")
+            for mark, *cells in rows:
+                table.add_row(f"[{'green' if mark == 'ok' else 'red'}]{mark}[/]", *map(escape, cells))
+            console.print(table)
+        else:  # a line for each check, however long, so that grep finds what a message says
+            print(name, *(f"{mark:6}  {check:24}  {figure:8}  {what}" for mark, check, figure, what in rows), sep="\n")
         if failed := [result.name for result in results if not result.passed]:
-            console.print(f"[red]{len(failed)} of {len(results)} checks failed:[/] {', '.join(failed)}")
+            summary = f"[red]{len(failed)} of {len(results)} checks failed:[/] {', '.join(failed)}"
+            console.print(summary, soft_wrap=not console.is_terminal)
         else:
             console.print(f"{name}: all {len(results)} checks passed")
     if not all(result.passed for results in checks.values() for result in results):
         raise typer.Exit(1)
+
+
+def _figure(result: CheckResult) -> str:
+    """Returns the figure of a check as text, empty if there is none."""
+    return f"{result.figure:.3g}" if isinstance(result.figure, float) else str(result.figure or "")
 
 
 def _first_line(kind: type) -> str:

@@ -51,6 +51,8 @@ SIZES = (
     {"heads": 4, "key_dim": 12, "value_dim": 12},
 )
 """Sizes that differ from the usual ones: many heads, one head, K = V, V > K, and a K that is not a power of 2."""
+WIDE = (64, 128)
+"""The usual widths of a head, at which code may take blocks of channels."""
 
 
 def _cases(rule: UpdateRule) -> Iterator[tuple[Inputs, int, str]]:
@@ -110,6 +112,7 @@ def step(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures all forms against a loop over `UpdateRule.step`, the author's second statement of the equation."""
     cases: list[dict[str, Any]] = [{"length": PREFIX + LENGTH}, {"length": PREFIX + 70, "batch": 1}]
     cases += [{"length": PREFIX + 3, **sizes} for sizes in SIZES if not square(rule) or len(set(sizes.values())) < 3]
+    cases += [{"length": PREFIX + 3, "batch": 1, "heads": 1, "key_dim": wide, "value_dim": wide} for wide in WIDE]
     for sizes in cases:
         x = started(rule, inputs(rule, **sizes))
         size_text = f"T={x.q.shape[1]}, H={x.q.shape[2]}, K={x.q.shape[3]}, V={x.v.shape[3]}"

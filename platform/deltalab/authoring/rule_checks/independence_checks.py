@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from deltalab.authoring.rule_checks.rule_runs import (
     WIDTH,
     backends_of,
     error,
+    evaluate,
     gradients_of,
     inputs,
     joined,
@@ -75,15 +76,16 @@ def rows_of_the_batch(rule: UpdateRule, batch: int = 3) -> Iterator[Measurement]
     last = batch - 1
     for backend in backends_of(rule):
         want = outputs(rule, x, backend)
-        swapped = _mixed(x, other, last, dim=0)
-        # The results of a sequence must stay the same if another sequence changes, and if all others are left out.
+        swapped, later = _mixed(x, other, last, dim=0), [*range(last // 2 + 1, batch)]
+        # The results of a sequence must stay the same if another sequence changes, and if others are left out.
         for got, rows, what in (
             (outputs(rule, swapped, backend), [*range(last)], "with another last sequence in the batch"),
             (outputs(rule, selected(x, [1], 0), backend), [1], "of a sequence by itself"),
+            (outputs(rule, selected(x, later, 0), backend), later, f"of the last {len(later)} sequences by themselves"),
         ):
-            same_rows = got if len(got["o"]) == 1 else {n: y[: len(rows)] for n, y in got.items()}
             for name, value in want.items():
-                yield Measurement(error(same_rows[name], value[rows]), f"change of {name} {what}, {backend},")
+                change = error(got[name][: len(rows)], value[rows])
+                yield Measurement(change, f"change of {name} {what} of a batch of {batch}, {backend},")
 
 
 def heads(rule: UpdateRule, many: int = 8) -> Iterator[Measurement | Note]:
@@ -153,27 +155,34 @@ def _mixed(x: Inputs, other: Inputs, index: int, dim: int) -> Inputs:
 
 
 def repetition(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures whether a call returns the same bits after other calls and random draws, and keeps its arguments."""
-    for dtype in (torch.float64, torch.float32):
-        x = started(rule, inputs(rule, PREFIX + LENGTH)).map(lambda part, d=dtype: part.to(d))  # type: ignore[misc]
-        for backend, start in itertools.product(backends_of(rule), (x, x.span(0))):
-            yield from _repeated(rule, start, backend)
+    """Measures whether a call returns the same bits after other calls and random draws, and keeps its arguments.
+
+    With gradients, the gradients must be the same bits as well.
+    """
+    x = started(rule, inputs(rule, PREFIX + LENGTH))
+    single = x.map(Tensor.float)
+    for backend in backends_of(rule):
+        for start in (x, x.span(0), single):
+            yield from _repeated(rule, start, backend, outputs, "")
+        yield from _repeated(rule, x, backend, evaluate, ", with gradients")
 
 
-def _repeated(rule: UpdateRule, x: Inputs, backend: Backend) -> Iterator[Measurement]:
+def _repeated(
+    rule: UpdateRule, x: Inputs, backend: Backend, call: Callable[..., dict[str, Tensor]], how: str
+) -> Iterator[Measurement]:
     """Calls one backend three times. Measures changes of the results, and changes of the arguments."""
     before = x.map(Tensor.clone)
     with torch.random.fork_rng(devices=[]):
         results = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            results.append({name: y.clone() for name, y in outputs(rule, x, backend).items()})
+            results.append({name: y.clone() for name, y in call(rule, x, backend).items()})
     named = before.named()
     for name, value in x.named().items():
         cause = "the code writes into its argument: copy it first, or use operations without a trailing `_`"
         same = torch.equal(value, named[name])
-        yield Measurement(float(not same), f"change of {name} itself by a call, {backend},", cause)
+        yield Measurement(float(not same), f"change of {name} itself by a call, {backend}{how},", cause)
     for repeated, when in ((results[1], "a second call"), (results[2], "a call after torch.manual_seed(2)")):
         for name, y in results[0].items():
             same = torch.equal(torch.nan_to_num(repeated[name]), torch.nan_to_num(y))
-            yield Measurement(float(not same), f"difference of {name} between a call and {when}, {backend},")
+            yield Measurement(float(not same), f"difference of {name} between a call and {when}, {backend}{how},")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltalab.authoring.check import Measurement, Note
-from deltalab.authoring.inputs import Inputs, corners, draw_corners, moves, normal, parts
+from deltalab.authoring.inputs import Inputs, corners, draw_corners, learned, moves, normal, parts
 from deltalab.authoring.rule_checks.form_checks import SIZES
 from deltalab.authoring.rule_checks.rule_runs import (
     BATCH,
@@ -308,6 +308,12 @@ def zeros(rule: UpdateRule) -> Iterator[Measurement]:
 # --- ranges -------------------------------------------------------------------------------------------------
 
 
+LARGE = (30.0, 1000.0)
+"""The sizes of inputs at which gates saturate. exp overflows at 89 in fp32, where `where` hides inf but not 0 * inf."""
+BEYOND = 0.6
+"""The largest part of a declared range of eigenvalues that may lie beyond the measured ones."""
+
+
 def extreme_gates(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures whether results are finite with gates at the ends of their ranges."""
     for dtype, backend in itertools.product((torch.float32, torch.float64), backends_of(rule)):
@@ -316,21 +322,37 @@ def extreme_gates(rule: UpdateRule) -> Iterator[Measurement]:
         x = x.map(lambda part, dtype=dtype: part.to(dtype))  # type: ignore[misc]
         results = evaluate(rule, started(rule, x), backend)
         count = sum(broken(name, value) for name, value in results.items())
-        corner, cause = (_corner(rule, results), _growth(rule, x)) if count else ("", "")
+        corner, cause = _corner(rule, results) if count else ("", "")
+        cause = (_growth(rule, x) if count else "") or cause
         yield Measurement(float(count), f"number of values that are not finite{corner}, {backend}, {dtype},", cause)
 
 
-def _corner(rule: UpdateRule, results: Mapping[str, Tensor]) -> str:
-    """Returns the gate values of the first head whose results are not finite. Each head has one of `corners`."""
+def _corner(rule: UpdateRule, results: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Returns the gate values of the first head whose results are not finite, and the likely cause.
+
+    Each head has one of `corners`. A gate is blamed for the values that all broken heads have and no other head has.
+    """
     heads = [
         v.movedim(2 if moves(v) else 0, 0).flatten(1) if v.dim() > 1 else v[:, None]
         for n, v in results.items()
         if "state" not in n
     ]
-    for corner, head in zip(corners(rule), torch.cat(heads, dim=1), strict=True):
-        if not head.isfinite().all():
-            return " at " + ", ".join(f"{name}={value:g}" for name, value in corner.items())
-    return ""
+    gate_values = corners(rule)
+    is_finite = torch.cat(heads, dim=1).isfinite().all(1).tolist()
+    wrong, right = ([c for c, finite in zip(gate_values, is_finite, strict=True) if finite == kept] for kept in (0, 1))
+    if not wrong:
+        return "", ""
+    cause = "the code is not finite at some ends of the gates' ranges: look for a division, a root, a logarithm or exp"
+    for name, gate in learned(rule).items():
+        blamed, fine = ({corner[name] for corner in group} for group in (wrong, right))
+        if not blamed & fine and right:
+            ends = " or ".join(f"{value:g}" for value in sorted(blamed))
+            cause = f"the code is not finite at {name} = {ends}: look for a division, a root, a logarithm or an exp"
+            if gate.high == 0 and blamed == {-math.inf}:
+                cause = f"the code computes -inf - -inf or 0 * inf where the log-decay {name} is -inf: clamp it first"
+            elif gate.high == 0 and -1000.0 in blamed:
+                cause = f"the code divides by the decay exp({name}), or takes exp of -{name}, which overflows"
+    return " at " + ", ".join(f"{name}={value:g}" for name, value in wrong[0].items()), cause
 
 
 def _growth(rule: UpdateRule, x: Inputs) -> str:
@@ -358,8 +380,24 @@ def gate_ranges(rule: UpdateRule) -> Iterator[Measurement]:
                     yield Measurement(float(distance), what)
 
 
+def gate_gradients(rule: UpdateRule) -> Iterator[Measurement]:
+    """Counts the values and gradients of gates that are not finite in fp32 where their arguments are large."""
+    gates = layer_of(rule).gates.float()
+    parameters = dict(gates.named_parameters())
+    for size in LARGE:
+        x = (size * normal(BATCH, LENGTH, WIDTH, seed=1)).float().requires_grad_()
+        for name, value in gates(x).items():
+            gradients = gradients_of(weighted({name: value}), {"the input": x, **parameters})
+            wrong = {source: broken(source, gradient) for source, gradient in gradients.items()}
+            count, source = sum(wrong.values()), max(wrong, key=lambda source: wrong[source])
+            what = f"number of gradients of '{name}' that are not finite in fp32 at inputs of {size:g}"
+            yield Measurement(float(count), f"{what}, first with respect to {source}," if count else f"{what},")
+
+
 def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures how far the eigenvalues of one token's transition leave the declared range.
+
+    Also measures how much of the declared range lies beyond all of them.
 
     The keys have the norms that the rule's default features produce. A rule whose default features have unit norm is
     measured with unit norms in every setting, even if a knob removes the norm.
@@ -372,6 +410,7 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
     longer = dataclasses.replace(many, q=2 * many.q, k=2 * many.k)
     unbounded = f"keys need unit norm here, and features '{rule.features}' leave them longer: normalize in `operands`"
     longer_keys = [(longer, unbounded)] if type(rule)().features != "unit" else []
+    lowest, highest = math.inf, -math.inf
     for x, cause in [(extreme, ""), (many, ""), *longer_keys]:
         x = dataclasses.replace(x, v=torch.zeros_like(x.v))
         states = rule.start(x.k, x.v)
@@ -396,8 +435,15 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
             may_turn = rule.transition is not None and (rule.transition.steps > 1 or rule.transition.low_rank == "free")
             excess = spectrum.abs() - max(abs(low), abs(high)) if may_turn else spectrum.imag.abs()
             distance = excess.clamp_min(0) + (low - real).clamp_min(0) + (real - high).clamp_min(0)
+            modulus = float(spectrum.abs().max()) if may_turn else 0.0
+            lowest, highest = min(lowest, float(real.min()), -modulus), max(highest, float(real.max()), modulus)
             interval = f"{real.min():.3g} to {real.max():.3g}"
             what = (
                 f"distance of the eigenvalues{state_name}, measured {interval}, from the declared {low:g} to {high:g},"
             )
             yield Measurement(float(distance.max()), what, cause)
+    beyond = max(lowest - low, high - highest)
+    if math.isfinite(beyond):
+        what = f"part of the declared range {low:g} to {high:g} beyond the eigenvalues, measured {lowest:.3g} to"
+        cause = "`eigenvalues` declares more than the gates' ranges allow: compute it from them"
+        yield Measurement(beyond, f"{what} {highest:.3g},", cause, BEYOND)

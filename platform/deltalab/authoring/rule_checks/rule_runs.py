@@ -33,6 +33,11 @@ LONG = 150
 """The number of tokens in a long sequence. It exceeds the chunks of 16 to 128 tokens that parallel forms take."""
 SCALE = 0.6
 """The scale of outputs. It differs from KEY ** -0.5, which a rule may take by mistake."""
+LONGER = (0, 150, 1100)
+"""The numbers of tokens before the usual ones, until an input or a part of the state counts as not read.
+
+Code may keep what is older than hundreds of tokens in a part of its own.
+"""
 EXACT = 1e-10
 MOST_COMBINATIONS = 24
 
@@ -139,9 +144,9 @@ def inputs(
     return draw(rule, batch=batch, length=length, heads=heads, key_dim=key_dim, value_dim=value_dim, seed=seed)
 
 
-def started(rule: UpdateRule, x: Inputs) -> Inputs:
-    """Returns the inputs from token `PREFIX` on, with the state that the first `PREFIX` tokens make."""
-    return x.span(PREFIX, state=run(rule, x.span(0, PREFIX), "recurrent")[1])
+def started(rule: UpdateRule, x: Inputs, prefix: int = PREFIX) -> Inputs:
+    """Returns the inputs from token `prefix` on, with the state that the first `prefix` tokens make."""
+    return x.span(prefix, state=run(rule, x.span(0, prefix), "recurrent" if prefix == PREFIX else "chunked")[1])
 
 
 @lru_cache(maxsize=1024)
@@ -200,6 +205,16 @@ def has_kernel(rule: UpdateRule) -> bool:
     """Returns whether the rule's own kernel takes inputs in fp64 on a CPU and can run here."""
     x = inputs(rule, 1)
     return rule.lacks_kernel(x.k, x.v) is None and lacks_triton("cpu") is None
+
+
+def slowed(rule: UpdateRule, x: Inputs) -> Inputs:
+    """Returns the inputs with every log-decay divided by 100, so that a token still counts after hundreds of others.
+
+    The log-decays are the gates whose range ends at 0. Decays that are drawn from their whole range hide all tokens
+    that are older than about 20.
+    """
+    decays = {name for name, gate in learned(rule).items() if gate.low < 0 == gate.high and gate.features is None}
+    return dataclasses.replace(x, gates={n: value / 100 if n in decays else value for n, value in x.gates.items()})
 
 
 def run(

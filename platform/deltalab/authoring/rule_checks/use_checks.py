@@ -17,6 +17,7 @@ from deltalab.authoring.inputs import Inputs, learned, moves, normal, within
 from deltalab.authoring.rule_checks.rule_runs import (
     BATCH,
     LENGTH,
+    LONGER,
     PREFIX,
     SCALE,
     WIDTH,
@@ -27,17 +28,23 @@ from deltalab.authoring.rule_checks.rule_runs import (
     layer_of,
     outputs,
     run,
+    slowed,
     started,
     weighted,
 )
 from deltalab.errors import InputError
-from deltalab.models.layer import Gates, Vectors
+from deltalab.models.layer import Gates, RuleLayer, Vectors
 from deltalab.ops.recurrence import Backend
+from deltalab.ops.scan import operands
 from deltalab.rule import Option, UpdateRule
 
 FORMS: tuple[Backend, ...] = ("recurrent", "chunked")
 FAINT = 1e-9
 """A share of the largest gradient. An input counts as not read if it moves the results by less than this share."""
+LIVE = 5e-6
+"""The least effect of a gate. The weakest of the built-in rules has 6e-3; one that a norm cancels has at most 1e-6."""
+TRAINED = 3
+"""The steps of training after which a gate must have an effect."""
 
 
 def channels(rule: UpdateRule, **sizes: int) -> Iterator[Measurement | Note]:
@@ -45,27 +52,42 @@ def channels(rule: UpdateRule, **sizes: int) -> Iterator[Measurement | Note]:
 
     The figure is the largest gradient of a channel or head, relative to the largest gradient of all.
     """
-    x = started(rule, inputs(rule, PREFIX + LENGTH, **sizes)).map(lambda part: part.detach().requires_grad_())
-    tensors = {name: value for name, value in floats(x).items() if not name.startswith("state")}
-    o, state = run(rule, x, "chunked")
-    gradients = gradients_of(weighted({"o": o, **{f"state[{i}]": s for i, s in enumerate(state)}}), tensors)
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for name, gradient in gradients.items():
+    read: dict[str, Tensor] = {}
+    for longer in LONGER:
+        x, gradients = _gradients(rule, longer, sizes)
+        largest = max(max(float(gradient.abs().max()) for gradient in gradients.values()), 1e-300)
+        for name, gradient in gradients.items():
+            # Reduce [B, T, H, ..] to the largest value of each head and channel. Learned gates have no B and T.
+            reduced = (gradient.abs().amax((0, 1)) if moves(gradient) else gradient.abs()) / largest
+            read[name] = torch.maximum(read[name], reduced) if name in read else reduced
+        if all(float(effect.min()) >= FAINT for name, effect in read.items() if name not in unread(rule)):
+            break
+        if not longer:
+            x_short = x
+    for name, effects in read.items():
         if name in unread(rule):
             yield Note(f"{name} is not read, as the rule declares")
             continue
-        # Reduce [B, T, H, ..] to the largest value of each head and channel. Learned gates have no B and T.
-        largest_of_channel = gradient.abs().amax((0, 1)) if moves(gradient) else gradient.abs()
-        weakest = [int(i) for i in (largest_of_channel == largest_of_channel.min()).nonzero()[0]]
-        effect = float(largest_of_channel.min()) / max(largest, 1e-300)
+        weakest = [int(i) for i in (effects == effects.min()).nonzero()[0]]
+        effect = float(effects.min())
         if effect < FAINT:  # a step function has no gradient, so try other values
-            effect = _moved(rule, x, name, weakest)
+            effect = _moved(rule, x_short, name, weakest)
         where = f"head {weakest[0]}" + (f", channel {weakest[1]}" if len(weakest) > 1 else "")
         cause = f"the code does not read {where} of {name}"
-        if effect < FAINT and float(largest_of_channel.max()) < FAINT * largest:
+        if effect < FAINT and float(effects.max()) < FAINT:
             cause = f"the code does not read {name}"
         mend = f"; to mend it: read it, or declare `ignores = frozenset({{'{name}'}})` in the rule"
         yield Measurement(effect, f"effect of {where} of {name} on outputs and states", cause + mend)
+
+
+def _gradients(rule: UpdateRule, longer: int, sizes: dict[str, int]) -> tuple[Inputs, dict[str, Tensor]]:
+    """Returns inputs after `longer` tokens more, and the gradients of outputs and states with respect to them."""
+    x = inputs(rule, longer + PREFIX + LENGTH, **sizes)
+    x = started(rule, slowed(rule, x) if longer else x, longer + PREFIX)
+    x = x.map(lambda part: part.detach().requires_grad_())
+    tensors = {name: value for name, value in floats(x).items() if not name.startswith("state")}
+    o, state = run(rule, x, "chunked")
+    return x, gradients_of(weighted({"o": o, **{f"state[{i}]": s for i, s in enumerate(state)}}), tensors)
 
 
 def _moved(rule: UpdateRule, x: Inputs, name: str, place: list[int]) -> float:
@@ -92,9 +114,35 @@ def unread(rule: UpdateRule) -> set[str]:
     return {*getattr(rule, "ignores", ()), *stated}
 
 
-def gate_liveness(rule: UpdateRule) -> Iterator[Measurement]:
-    """Measures whether each gate and each of its parameters moves the output of a layer."""
+def gate_liveness(rule: UpdateRule) -> Iterator[Measurement | Note]:
+    """Measures whether each gate and each of its parameters moves the output of a layer.
+
+    What does not move it at the start of training may do so after some steps: a product of two parameters that both
+    start at 0, for example, where one of them has a gradient elsewhere. So a layer is trained for `TRAINED` steps before
+    a gate counts as dead.
+    """
     layer, x = layer_of(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
+    live = [name for name in learned(rule) if name not in unread(rule)]
+    effects = _effects(rule, layer, x, live)
+    asleep = [what for what, effect in effects.items() if not effect >= LIVE]
+    for _ in range(TRAINED if asleep else 0):
+        y = layer(x)
+        parameters = dict(layer.named_parameters())
+        for name, gradient in gradients_of((y * normal(*y.shape, seed=2)).sum(), parameters).items():
+            parameters[name].data.add_(0.1 * gradient.sign())
+    if asleep:
+        trained = _effects(rule, layer, x, live)
+        for what in asleep:
+            effects[what] = max(effects[what], trained[what])
+            if effects[what] >= LIVE:
+                yield Note(f"{what} is 0 at the start of training, and {trained[what]:.3g} after {TRAINED} steps")
+    for what, effect in effects.items():
+        name = what.partition("'")[2].partition("'")[0]
+        yield Measurement(effect, what, _sign_alone(rule, name) if not effect >= LIVE else "")
+
+
+def _effects(rule: UpdateRule, layer: RuleLayer, x: Tensor, live: list[str]) -> dict[str, float]:
+    """Returns how much each of the gates `live`, and each of their parameters, moves the output of a layer."""
     gate_values: dict[str, Tensor] = {}
     replacements: dict[str, Tensor] = {}
 
@@ -106,25 +154,40 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measurement]:
         gate_values.update(values[0])
         return {**values[0], **{name: value for name, value in replacements.items() if name in values[0]}}, values[1]
 
-    layer.gates.register_forward_hook(hold)
+    hooks = [layer.gates.register_forward_hook(hold)]
     if layer.vectors is not None:
-        layer.vectors.register_forward_hook(hold_vectors)
+        hooks.append(layer.vectors.register_forward_hook(hold_vectors))
     y = layer(x)
-    live = [name for name in learned(rule) if name not in unread(rule)]
     sources = {f"the value of '{name}'": gate_values[name] for name in live}
     for path, parameter in layer.gates.named_parameters():
-        if any(name in live for name, gate in rule.gates.items() if path.split(".")[1] in (name, gate.of)):
-            sources[f"parameter {path}"] = parameter
-    if not live:
-        return
+        names = [name for name, gate in rule.gates.items() if path.split(".")[1] in (name, gate.of) and name in live]
+        if names:
+            sources[f"parameter {path} of '{names[0]}'"] = parameter
+    size, effects = y.detach().norm().clamp_min(1e-3), {}
     for source, gradient in gradients_of((y * normal(*y.shape, seed=2)).sum(), sources).items():
         what = f"gradient of the layer's output with respect to {source}, relative to the output,"
-        yield Measurement(float(gradient.norm() / y.detach().norm()), what)
+        effects[what] = float(gradient.norm() / size)
     for i, name in enumerate(live):
         replacements.clear()
         replacements[name] = within(rule.gates[name], tuple(gate_values[name].shape), seed=i)
         with torch.no_grad():
-            yield Measurement(error(layer(x), y), f"change of the layer's output with other values of '{name}'")
+            effects[f"change of the layer's output with other values of '{name}'"] = error(layer(x), y)
+    for hook in hooks:
+        hook.remove()
+    return effects
+
+
+def _sign_alone(rule: UpdateRule, name: str) -> str:
+    """Returns the cause if a gate reaches the output by `Operands.sign`, which passes no gradient, else ""."""
+    if rule.transition is None or name not in rule.gates:
+        return ""
+    x = inputs(rule).map(lambda part: part.requires_grad_())
+    sign = operands(rule, x.q, x.k, x.v, x.gates).sign
+    if sign is None or not sign.requires_grad or name not in x.gates:
+        return ""
+    reaches = torch.autograd.grad(sign.sum(), x.gates[name], allow_unused=True)[0] is not None
+    cause = f"`Operands.sign` passes no gradient to '{name}': use '{name}' in g or beta, too, as signed_gla does"
+    return cause if reaches else ""
 
 
 # --- knobs --------------------------------------------------------------------------------------------------
@@ -163,6 +226,28 @@ def knob_options(rule: UpdateRule) -> Iterator[Measurement | Note]:
                 yield Measurement(
                     difference, what, "" if max(differences.values()) <= SAME else "both options run the same code"
                 )
+
+
+def twin_options(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures the difference between the options of two knobs: each turned by itself, from equal inputs and gates.
+
+    Left out are gates that are learned in both options, because they enter one recurrence.
+    """
+    x = inputs(rule, PREFIX + LENGTH)
+    turned: list[tuple[str, str, Tensor]] = []
+    for setting in rule.variants()[1:]:
+        [name] = [n for n in rule.options() if getattr(setting, n) != getattr(rule, n)]
+        gates = {n: value for n, value in x.gates.items() if n in learned(setting)}
+        learned_in_both = name in learned(rule) and name in learned(setting)
+        own_shapes = {n: gate.per for n, gate in learned(setting).items()}
+        if learned_in_both or any(rule.gates[n].per != per for n, per in own_shapes.items()):
+            continue
+        o = outputs(setting, dataclasses.replace(x, gates=gates), "chunked")["o"]
+        for other, text, other_o in turned:
+            if other != name:
+                what = f"difference of the output between {rule.turned(setting)} and {text}"
+                yield Measurement(error(o, other_o), what)
+        turned.append((name, rule.turned(setting), o))
 
 
 def _counts(rule: UpdateRule, name: str, differences: dict[tuple[Option, Option], float]) -> bool:
@@ -276,20 +361,30 @@ def initial_state(rule: UpdateRule) -> Iterator[Measurement]:
     effects: dict[tuple[Backend, int], float] = {}
     for setting in rule.variants():
         x = started(setting, inputs(setting, PREFIX + LENGTH))
-        assert x.state is not None
+        _read_parts(setting, x, effects)
         for form in FORMS:
-            want = outputs(setting, x, form)
-            for i, part in enumerate(x.state):
-                if effects.get((form, i), 0.0) < FAINT and part.is_floating_point() and part.numel():
-                    size = 0.1 * float(part.where(part.isfinite(), 0.0).square().mean().sqrt()) + 1e-3
-                    changed = part + size * normal(*part.shape, seed=i)
-                    got = outputs(setting, x.span(0, state=(*x.state[:i], changed, *x.state[i + 1 :])), form)
-                    effects[form, i] = max(error(got[name], value) for name, value in want.items())
             empty, explicit = (outputs(setting, x.span(0, state=s), form) for s in (None, setting.start(x.k, x.v)))
             difference = max(error(explicit[name], value) for name, value in empty.items())
             cause = "a call without a state does not begin with `initial_state`: override neither or both"
             what = f"1 minus the difference of a call without a state from one with that of `initial_state`, {form},"
             yield Measurement(1 - difference, what, cause, 1 - FAINT)
+    for longer in LONGER[1:]:
+        if min(effects.values(), default=1.0) < FAINT:
+            x = slowed(rule, inputs(rule, longer + PREFIX + LENGTH))
+            _read_parts(rule, started(rule, x, longer + PREFIX), effects)
     for (form, i), effect in effects.items():
         cause = f"the code does not read part {i} of the given state"
         yield Measurement(effect, f"effect of part {i} of the initial state on outputs and states, {form},", cause)
+
+
+def _read_parts(rule: UpdateRule, x: Inputs, effects: dict[tuple[Backend, int], float]) -> None:
+    """Changes each part of the state that has had no effect in a form yet, and enters its effect into `effects`."""
+    assert x.state is not None
+    for form in FORMS:
+        want = outputs(rule, x, form)
+        for i, part in enumerate(x.state):
+            if effects.get((form, i), 0.0) < FAINT and part.is_floating_point() and part.numel():
+                size = 0.1 * float(part.where(part.isfinite(), 0.0).square().mean().sqrt()) + 1e-3
+                changed = part + size * normal(*part.shape, seed=i)
+                got = outputs(rule, x.span(0, state=(*x.state[:i], changed, *x.state[i + 1 :])), form)
+                effects[form, i] = max(error(got[name], value) for name, value in want.items())

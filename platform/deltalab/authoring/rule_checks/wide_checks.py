@@ -1,33 +1,116 @@
 """Checks at sizes, lengths and numbers beyond those of the other checks, where code may take another path."""
 
+import itertools
 import json
+import random
+import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from deltalab.authoring.check import Measurement, Note
+from deltalab.authoring.inputs import parts
 from deltalab.authoring.rule_checks.independence_checks import heads, rows_of_the_batch
 from deltalab.authoring.rule_checks.number_checks import GRADIENTS, differences
 from deltalab.authoring.rule_checks.rule_runs import (
     LENGTH,
+    LONG,
     PREFIX,
+    SCALE,
+    backends_of,
     error,
     errors,
     inputs,
     outputs,
     replaced,
+    selected,
+    slowed,
     square,
     started,
 )
 from deltalab.authoring.rule_checks.use_checks import channels
 from deltalab.errors import InputError
+from deltalab.ops.scan import scan
 from deltalab.rule import UpdateRule
 
 LONGEST = 600
 """The number of tokens in a long sequence: more than two chunks of 256, the longest chunks in published code."""
 WIDTHS = ((5, 7), (12, 40), (40, 12), (40, 40), (5, 5))
 """Pairs of K and V that are odd, no powers of 2, or above 32."""
+MOST_LENGTH, LENGTH_SECONDS = 130, 1.5
+"""Every length up to the first is tried: two chunks of 64 and a rest. A slow rule is tried for the seconds alone."""
+FAR, LATE = 2048, (1100, 1500)
+"""The tokens of a far sequence, and two places in it: the second half begins before the first of them."""
+MANY_ROWS = 33
+"""The number of sequences in a large batch. It exceeds the 32 that code may take at a time."""
+PACKED = (1, 7, 17, 2)
+"""The lengths of packed sequences: a single token, more than a chunk, and a rest."""
+
+
+def slow_decays(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures the chunked form against the recurrent one at T = 150 with decays close to 1."""
+    x = started(rule, slowed(rule, inputs(rule, PREFIX + LONG, batch=1)))
+    where = f"chunked to recurrent at T={LONG} with log-decays of at most 1/50 of those of other checks"
+    yield from errors(outputs(rule, x, "chunked", 64), outputs(rule, x, "recurrent"), where)
+
+
+def every_length(rule: UpdateRule) -> Iterator[Measurement | Note]:
+    """Measures the chunked form against the recurrent one at every length from 1 to 130."""
+    x = slowed(rule, inputs(rule, MOST_LENGTH, batch=1, heads=1))
+    wanted, state, o = [], None, x.v[:, :0]
+    for t in range(MOST_LENGTH):
+        token = outputs(rule, x.span(t, t + 1, state=state), "recurrent")
+        state = tuple(part for name, part in token.items() if name != "o")
+        o = torch.cat([o, token["o"]], dim=1)
+        wanted.append({**token, "o": o})
+    began, order = time.process_time(), random.Random(0).sample(range(1, MOST_LENGTH + 1), MOST_LENGTH)
+    for tried, length in enumerate(order):
+        if time.process_time() - began > LENGTH_SECONDS:
+            yield Note(f"tried {tried} of the lengths from 1 to {MOST_LENGTH}")
+            break
+        got = outputs(rule, x.span(0, length), "chunked", 64)
+        yield from errors(got, wanted[length - 1], f"chunked to recurrent at T={length}")
+
+
+def far_tokens(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures the change of earlier outputs in 2048 tokens if later tokens change, or if they are left out."""
+    x, later = (slowed(rule, inputs(rule, FAR, batch=1, heads=1, seed=seed)) for seed in (0, 1))
+    o = outputs(rule, x, "chunked", 64)["o"]
+    few, t = LATE
+    changed = outputs(rule, replaced(x, later, t), "chunked", 64)["o"]
+    yield Measurement(
+        error(changed[:, :t], o[:, :t]),
+        f"change of outputs before token {t} of {FAR} with other inputs after it",
+        "the output of a token depends on later tokens",
+        1e-12,
+    )
+    alone = outputs(rule, x.span(0, few), "chunked", 64)["o"]
+    yield Measurement(error(o[:, :few], alone), f"change of the first {few} outputs with {FAR - few} more tokens")
+
+
+def packed(rule: UpdateRule) -> Iterator[Measurement | Note]:
+    """Measures packed sequences, which `cu_seqlens` tells apart, against each sequence by itself."""
+    lengths = PACKED
+    _, grown = (outputs(rule, inputs(rule, length), "chunked") for length in PACKED[:2])
+    if any(part.shape != _[name].shape for name, part in grown.items() if name != "o"):
+        yield Note("the state grows with the sequence, so that packed sequences have one length")
+        lengths = PACKED[1:2] * 3
+    x = inputs(rule, sum(lengths), batch=1)
+    bounds = [0, *itertools.accumulate(lengths)]
+    before = started(rule, inputs(rule, PREFIX + 1, batch=len(lengths), seed=1))
+    for backend, given in itertools.product(backends_of(rule), (None, before.state)):
+        alone = []
+        for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            own = None if given is None else selected(before, [i], 0).state
+            alone.append(outputs(rule, x.span(start, stop, state=own), backend))
+        want = {name: torch.cat([each[name] for each in alone], dim=int(name == "o")) for name in alone[0]}
+        with torch.no_grad():
+            o, after = scan(
+                rule, x.q, x.k, x.v, x.gates, scale=SCALE, state=given, backend=backend, cu_seqlens=torch.tensor(bounds)
+            )
+        states = "from given states" if given else "from empty states"
+        yield from errors({"o": o, **parts(after)}, want, f"packed sequences to each by itself, {backend}, {states}")
 
 
 def long_forms(rule: UpdateRule) -> Iterator[Measurement | Note]:
@@ -84,8 +167,8 @@ def wide_precision(rule: UpdateRule) -> Iterator[Measurement]:
 
 
 def many_rows_and_heads(rule: UpdateRule) -> Iterator[Measurement | Note]:
-    """Measures the independence of the 9 sequences of a batch, and of 16 heads."""
-    yield from rows_of_the_batch(rule, batch=9)
+    """Measures the independence of the 33 sequences of a batch, and of 16 heads."""
+    yield from rows_of_the_batch(rule, batch=MANY_ROWS)
     yield from heads(rule, many=16)
 
 

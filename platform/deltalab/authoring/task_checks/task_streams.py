@@ -81,7 +81,7 @@ def processes(task: Task) -> Iterator[Measurement]:
         f"failure to draw a batch in another process ({problem})" if problem else "change of a batch in another process"
     )
     cause = "the task needs what only this process has" if problem else ""
-    yield Measurement(float(process.stdout.strip() != digest(task)), f"{what} in another process, 1 for yes,", cause)
+    yield Measurement(float(process.stdout.strip() != digest(task)), f"{what}, 1 for yes,", cause)
 
 
 def print_digest(request: str) -> None:
