@@ -85,6 +85,12 @@ class Task(ABC):
     """Parameters to show and to check a task that cannot be made without any."""
     readout: ClassVar[str] = "position"
     """The `ModelSpec.readout` that the task needs."""
+    shortcuts: ClassVar[frozenset[str]] = frozenset()
+    """The ways to an answer that the task means to teach, which `task check` else takes for mistakes.
+
+    `distance`: the answer stands at a fixed distance before the question, as in a copy. `class`: one plain number, such
+    as a count of tokens, decides it. `facts`: a pair of tokens has the same answer in all splits.
+    """
 
     if TYPE_CHECKING:  # a real property would forbid a parameter of the same name
 

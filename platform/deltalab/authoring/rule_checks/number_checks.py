@@ -310,8 +310,8 @@ def zeros(rule: UpdateRule) -> Iterator[Measurement]:
 
 LARGE = (30.0, 1000.0)
 """The sizes of inputs at which gates saturate. exp overflows at 89 in fp32, where `where` hides inf but not 0 * inf."""
-BEYOND = 0.6
-"""The largest part of a declared range of eigenvalues that may lie beyond the measured ones."""
+BEYOND = 1.1
+"""The largest part of a declared range of eigenvalues beyond the measured ones: (-1, 1) may stand for (0, 1)."""
 
 
 def extreme_gates(rule: UpdateRule) -> Iterator[Measurement]:
@@ -443,7 +443,8 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
             )
             yield Measurement(float(distance.max()), what, cause)
     beyond = max(lowest - low, high - highest)
-    if math.isfinite(beyond):
+    declared_here = type(rule).eigenvalues is not UpdateRule.eigenvalues
+    if math.isfinite(beyond) and declared_here and not rule.carries:
         what = f"part of the declared range {low:g} to {high:g} beyond the eigenvalues, measured {lowest:.3g} to"
         cause = "`eigenvalues` declares more than the gates' ranges allow: compute it from them"
         yield Measurement(beyond, f"{what} {highest:.3g},", cause, BEYOND)

@@ -34,6 +34,7 @@ from deltalab.gates import Gate
 from deltalab.ops.backends import lacks_triton
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
+from deltalab.structure import Transition
 
 MOST_SECONDS = 4
 """A check that has run for so long tries no further settings. So all checks take at most a minute on two cores."""
@@ -235,6 +236,16 @@ def _recurrences(rule: UpdateRule) -> list[UpdateRule]:
         return tuple((v.per, v.low, v.high, v.features) if isinstance(v, Gate) else v for v in values)
 
     return list({recurrence(setting): setting for setting in reversed(rule.variants())}.values())[::-1]
+
+
+def _gate_ranges(rule: UpdateRule) -> list[UpdateRule]:
+    """Returns the settings of `_recurrences` that differ by the range of a gate, or by the transition, if at all."""
+    chosen = {name for name, value in rule.knobs().items() if isinstance(value, Gate | Transition)}
+    return [
+        setting
+        for setting in _recurrences(rule)
+        if {name for name in rule.options() if getattr(setting, name) != getattr(rule, name)} <= chosen
+    ]
 
 
 def _has_gates(rule: UpdateRule) -> bool:
@@ -503,7 +514,7 @@ CHECKS = (
         number_checks.MOST_GROWTH,
         "the steps stretch the state in a part of the gates' declared ranges",
         mend="bound the gates: at a momentum eta, for example, a delta rule needs beta <= 2 (1 - eta)^2 / (1 + eta)",
-        settings=_recurrences,
+        settings=_gate_ranges,
         slow=True,
     ),
     RuleCheck(

@@ -18,7 +18,7 @@ from deltalab.rule import UpdateRule
 
 TOKENS, EACH = 4096, 512
 """The number of tokens, and of those after which outputs are compared."""
-MOST_CORNERS = 5
+MOST_CORNERS = 4
 """The number of heads whose gates stay at the ends of their ranges. In one more head, gates change with each token."""
 ALMOST = 0.01
 """The log-decay in place of an unbounded one. A state that decays faster hides what the steps do to it."""
@@ -52,7 +52,7 @@ KEYS = ("are random", "turn", "drift")
 
 def _extreme(rule: UpdateRule) -> tuple[Inputs, list[dict[str, float]]]:
     """Returns inputs with a row for each of `KEYS`, and the gate values of each head whose gates are constant."""
-    ends = [dict(zip(learned(rule), values, strict=True)) for values in itertools.product(*map(_ends, _bounded(rule)))]
+    ends = [dict(zip(learned(rule), values, strict=True)) for values in itertools.product(*map(_ends, learned(rule).values()))]
     ends = [ends[-1], *random.Random(0).sample(ends[:-1], min(len(ends), MOST_CORNERS) - 1)]
     key_dim = 8
     x = inputs(
@@ -69,10 +69,6 @@ def _extreme(rule: UpdateRule) -> tuple[Inputs, list[dict[str, float]]]:
                 value.select(2 if moves(value) else 0, head).fill_(corner[name])
         gates[name] = value
     return replace(x, k=k, gates=gates), ends
-
-
-def _bounded(rule: UpdateRule) -> list[Gate]:
-    return list(learned(rule).values())
 
 
 def _ends(gate: Gate) -> tuple[float, float]:

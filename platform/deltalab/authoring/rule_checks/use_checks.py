@@ -231,18 +231,22 @@ def knob_options(rule: UpdateRule) -> Iterator[Measurement | Note]:
 def twin_options(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures the difference between the options of two knobs: each turned by itself, from equal inputs and gates.
 
-    Left out are gates that are learned in both options, because they enter one recurrence.
+    Left out are options that enter the layer alone, such as gates that are learned in both options.
     """
     x = inputs(rule, PREFIX + LENGTH)
+    plain = outputs(rule, x, "chunked")["o"]
     turned: list[tuple[str, str, Tensor]] = []
     for setting in rule.variants()[1:]:
-        [name] = [n for n in rule.options() if getattr(setting, n) != getattr(rule, n)]
-        gates = {n: value for n, value in x.gates.items() if n in learned(setting)}
-        learned_in_both = name in learned(rule) and name in learned(setting)
-        own_shapes = {n: gate.per for n, gate in learned(setting).items()}
-        if learned_in_both or any(rule.gates[n].per != per for n, per in own_shapes.items()):
+        names = [n for n in rule.options() if getattr(setting, n) != getattr(rule, n)]
+        per = {n: (gate.per, gate.slots) for n, gate in learned(rule).items()}
+        same_inputs = all(per.get(n) == (gate.per, gate.slots) for n, gate in learned(setting).items())
+        if len(names) > 1 or not same_inputs or setting.steps != rule.steps:
             continue
+        [name] = names
+        gates = {n: value for n, value in x.gates.items() if n in learned(setting)}
         o = outputs(setting, dataclasses.replace(x, gates=gates), "chunked")["o"]
+        if error(o, plain) <= SAME:
+            continue
         for other, text, other_o in turned:
             if other != name:
                 what = f"difference of the output between {rule.turned(setting)} and {text}"

@@ -1,9 +1,8 @@
-"""Checks of a task's answers: whether they can be known, whether they must be learned, and how they are scored."""
+"""Checks of a task's answers: whether they can be known, whether guesses find them, and how they are scored."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from deltalab.authoring.check import Measurement
 from deltalab.authoring.task_checks.task_batches import (
-    ENOUGH,
+    JUDGED,
     SIZE,
     STEPS,
     batches,
@@ -32,9 +31,6 @@ GUESSES, FEW_GUESSES = 16, 6
 """The numbers of guesses at each position: the first for a small vocabulary, the second for a large one."""
 MOST_TOKENS = 2048
 """The size of the largest vocabulary that counts as small: its pairs of tokens can be counted."""
-NEAR = 4
-"""The inputs that a short convolution of a layer reads, the current one among them."""
-JUDGED = ("validation", "test")
 
 
 # --- how answers are scored ---------------------------------------------------------------------------------
@@ -136,7 +132,7 @@ def _relative_error(measured: float, right: float, least: float = 1.0) -> float:
     return abs(measured - right) / max(abs(right), least)
 
 
-# --- answers that need no learning --------------------------------------------------------------------------
+# --- answers that guesses find --------------------------------------------------------------------------
 
 
 def chance(task: Task) -> Iterator[Measurement]:
@@ -171,7 +167,16 @@ def chance(task: Task) -> Iterator[Measurement]:
     standard_error = max(*(standard_error for _, standard_error in guesses), 1 / (SIZE * len(pairs)))
     outside = max(low - task.chance, task.chance - high, 0.0) / standard_error
     shown = f"`chance` {task.chance:.3g} from the metric of guesses, {low:.3g} to {high:.3g},"
-    yield Measurement(outside, f"distance, in standard errors, of {shown}")
+    yield Measurement(outside, f"distance, in standard errors, of {shown}", _too_few(pairs, "validation"))
+
+
+def _too_few(pairs: list[tuple[Task, Batch]], split: str) -> str:
+    """Returns the cause if the batches repeat a few examples, whose answers are not those of the task, else ""."""
+    longest = max(batch.inputs.shape[1] for _, batch in pairs)
+    rows = torch.cat([functional.pad(batch.inputs, (0, longest - batch.inputs.shape[1])) for _, batch in pairs])
+    different = len(rows.unique(dim=0))
+    few = f"{split} has only {different} different examples among {len(rows)}: draw more, and leave `chance` as it is"
+    return few if different < len(rows) / 2 else ""
 
 
 def _guessed(task: Task, pairs: list[tuple[Task, Batch]], allowed: list[Tensor]) -> tuple[float, float]:
@@ -200,12 +205,14 @@ def fixed_answers(task: Task) -> Iterator[Measurement]:
         return
     sign = 1 if task.maximize else -1
     for split in JUDGED:
+        cause = _too_few(judged(task, split), split)
         for name, value, standard_error in _fixed(task, split):
             excess = max(0.0, sign * (value - task.chance)) / standard_error
             yield Measurement(
                 excess,
                 f"distance, in standard errors, of '{task.metric}' in {split} for {name}, {value:.3g}, "
                 f"beyond `chance` {task.chance:.3g},",
+                cause,
             )
 
 
@@ -244,113 +251,6 @@ def _fixed(task: Task, split: str) -> Iterator[tuple[str, float, float]]:
         yield name, mean(totals), max(standard_error, 1 / (SIZE * len(pairs)))
 
 
-def near_inputs(task: Task) -> Iterator[Measurement]:
-    """Measures the share of answers that equal the input at the same position or at one of the three before it.
-
-    For a small vocabulary, also measures the share of answers that the input at the same position decides.
-    """
-    for split, member in _judged_tasks(task):
-        if member.readout != "position":
-            continue
-        questions = _questions(member, split)
-        for back in range(NEAR):
-            in_range = questions.place >= back
-            named, labels = (
-                questions.inputs[questions.row, questions.place - back][in_range],
-                questions.labels[in_range],
-            )
-            share = float((named == labels).sum()) / len(questions.labels)
-            where = f"{back} positions before" if back else "at the same position"
-            what = f"share of answers of {split} that the input {where} names, beyond what unrelated tokens would,"
-            yield Measurement(_beyond(share, _by_chance(named, labels)), what)
-        if member.vocab_size <= MOST_TOKENS:
-            what = f"share of answers of {split} that the input at the same position decides, whatever precedes it,"
-            yield Measurement(_by_token(member, split, questions), what)
-
-
-def one_input(task: Task) -> Iterator[Measurement]:
-    """Measures the share of answers that equal the input at one fixed position."""
-    for split, member in _judged_tasks(task):
-        questions = _questions(member, split)
-        causal = torch.arange(questions.inputs.shape[1]) <= questions.place[:, None]
-        share, other_share = (
-            ((questions.inputs[row] == questions.labels[:, None]) & (causal | (member.readout != "position")))
-            .double()
-            .mean(0)
-            for row in (questions.row, questions.other_row)
-        )
-        position = int((share - other_share).argmax())
-        where = f"the input at position {position} names, beyond the share in other examples,"
-        what = f"share of answers of {split} that {where}"
-        yield Measurement(_beyond(float(share[position]), float(other_share[position])), what)
-
-
-def _by_chance(named: Tensor, labels: Tensor) -> float:
-    """Returns the share of labels that would equal the tokens `named` if tokens and labels were independent."""
-    if not len(labels):
-        return 0.0
-    most = int(max(named.max(), labels.max())) + 1
-    counts = [torch.bincount(tokens, minlength=most).double() / len(tokens) for tokens in (named, labels)]
-    return float((counts[0] * counts[1]).sum())
-
-
-def _beyond(share: float, by_chance: float) -> float:
-    """Returns a share on a scale from 0, for the share that chance reaches, to 1, for a share of 1."""
-    return (share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
-
-
-class _Questions(NamedTuple):
-    """The scored positions of several examples.
-
-    Attributes:
-        inputs: The tokens of the examples, [B, T].
-        row: The example of each scored position.
-        place: The position of each scored position in its example.
-        labels: The right answer at each scored position.
-    """
-
-    inputs: Tensor
-    row: Tensor
-    place: Tensor
-    labels: Tensor
-
-    @property
-    def other_row(self) -> Tensor:
-        """Another example for each scored position, which holds the answer by chance alone."""
-        return (self.row + 1) % len(self.inputs)
-
-
-def _judged_tasks(task: Task) -> Iterator[tuple[str, Task]]:
-    """Yields each split of evaluation with each task that draws it."""
-    return ((split, member) for split in JUDGED for member in drawn(task, split))
-
-
-def _questions(task: Task, split: str) -> _Questions:
-    """Returns the scored positions of the first batches of a split: `ENOUGH` positions, or `STEPS` batches at most."""
-    drawn_batches: list[Batch] = []
-    while len(drawn_batches) < STEPS and sum(map(scored_in, drawn_batches)) < ENOUGH:
-        drawn_batches.append(task.batch(split, SIZE, 0, len(drawn_batches)))
-    inputs, targets = (torch.cat([getattr(batch, name) for batch in drawn_batches]) for name in ("inputs", "targets"))
-    row, place = (targets != IGNORE).nonzero().unbind(1)
-    return _Questions(inputs, row, place, targets[row, place])
-
-
-def _by_token(task: Task, split: str, questions: _Questions) -> float:
-    """Returns the share of answers that a table predicts beyond the share of the most frequent answer.
-
-    The table has the most frequent answer for each input token at the same position. It is counted at another seed than
-    the seed of `questions`.
-    """
-    counts = torch.zeros(task.vocab_size**2, dtype=torch.int64)
-    for step in range(STEPS):
-        batch = task.batch(split, SIZE, 1, step)
-        pair_ids = batch.inputs[batch.targets != IGNORE] * task.vocab_size + batch.labels
-        counts += torch.bincount(pair_ids, minlength=len(counts))
-    table = counts.view(task.vocab_size, -1)
-    from_table, most = table.argmax(1)[questions.inputs[questions.row, questions.place]], table.sum(0).argmax()
-    return _beyond(*(float((named == questions.labels).double().mean()) for named in (from_table, most)))
-
-
 # --- answers that nobody can know ---------------------------------------------------------------------------
 
 
@@ -358,15 +258,20 @@ def _by_token(task: Task, split: str, questions: _Questions) -> float:
 class _Draws:
     """Records all draws of random numbers, and changes one number in each row of one draw.
 
+    A change is another random number, or the next whole number, which `integers` makes of a word that is larger by 2.
+    The next number shows what a draw hides in its lowest digits.
+
     Attributes:
         seen: The number of random numbers in a row, for each address and stream.
         change: The address and stream to change; None to change nothing.
         column: The random number to change in row 0. In row i, the number `column + i` is changed.
+        nudges: Whether to take the next whole number.
     """
 
     seen: dict[tuple[str, str], int] = field(default_factory=dict)
     change: tuple[str, str] | None = None
     column: int = 0
+    nudges: bool = False
 
     def __call__(self, random: Random, stream: str, *shape: int) -> Tensor:
         words, width = _WORDS(random, stream, *shape), math.prod(shape[1:])
@@ -376,6 +281,8 @@ class _Draws:
             return words
         changed_words, row = words.reshape(shape[0], width).clone(), torch.arange(shape[0])
         other_words = _WORDS(random, f"{stream}/changed", *shape).reshape(shape[0], width)
+        if self.nudges:
+            other_words = changed_words + 2
         columns = (self.column + row) % width
         changed_words[row, columns] = other_words[row, columns]
         return changed_words.view(shape)
@@ -423,7 +330,9 @@ def _with_one_change(task: Task, split: str) -> Iterator[tuple[Task, Batch, Batc
     for key, width in draws.seen.items():
         if key not in facts:
             for turn in range(min(4, 2 * math.ceil(width / SIZE))):
-                yield shortest, batch, _Draws(change=key, column=turn * SIZE).batch(shortest, split, 0)
+                for nudges in (False, True):
+                    changed = _Draws(change=key, column=turn * SIZE, nudges=nudges).batch(shortest, split, 0)
+                    yield shortest, batch, changed
 
 
 # --- splits that are not alike ------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from deltalab.tasks.task import IGNORE, Batch, Task
 
 SIZE, STEPS = 64, 8
 """The number of examples in a batch, and the number of batches of a split."""
+JUDGED = ("validation", "test")
+"""The splits of evaluation."""
 ENOUGH = 2048
 """The number of scored positions from which a metric is estimated."""
 

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from hashlib import sha256
+from unittest import mock
 
 import numpy as np
 import torch
@@ -174,6 +176,35 @@ def streams(task: Task) -> Iterator[Measurement]:
                 f"number of training batches, at other seeds or steps, that {split} has too",
                 f"the seeds or steps of {split} are those of training, moved by a number",
             )
+
+
+def own_streams(task: Task) -> Iterator[Measurement]:
+    """Counts the addresses of random numbers of an evaluation that are those of training, with other numbers in them.
+
+    An address that is the same for all seeds and steps is left out: it gives facts, which training may share.
+    """
+    training = _templates(task, "train")
+    for split in SPLITS[1:]:
+        for member in drawn(task, split):
+            shared = sorted(training & _templates(member, split))
+            what = f"number of streams that {split} and training draw from, {', '.join(shared[:2]) or 'none'},"
+            yield Measurement(float(len(shared)), what)
+
+
+def _templates(task: Task, split: str) -> set[str]:
+    """Returns the addresses from which batches are drawn, with `#` for each number that differs between batches."""
+    seen: list[set[str]] = []
+
+    def record(random: Random, stream: str, *shape: int) -> Tensor:
+        seen[-1].add(random.address)
+        return words(random, stream, *shape)
+
+    words = Random.words
+    with mock.patch.object(Random, "words", record):
+        for seed, step in ((0, 0), (1, 1)):
+            seen.append(set())
+            task.batch(split, FEW, seed, step)
+    return {re.sub(r"\d+", "#", address) for address in seen[0] ^ seen[1]}
 
 
 def _repeated_share(batches: dict[tuple[int, int, int], Batch]) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from deltalab.authoring.check import Check, CheckResult, Measurement, run_checks, told_once
-from deltalab.authoring.task_checks import task_answers, task_streams
+from deltalab.authoring.task_checks import task_answers, task_shortcuts, task_streams
 from deltalab.authoring.task_checks.task_batches import SIZE, batches, drawn, scored_in
 from deltalab.registry import get_task
 from deltalab.tasks.task import IGNORE, SPLITS, Task
@@ -216,6 +216,12 @@ CHECKS: tuple[Check[Task], ...] = (
         0.01,
         "`draw` takes examples from a small number of them: say so by `train_examples`, or draw each anew",
     ),
+    Check(
+        "own streams",
+        task_streams.own_streams,
+        0.0,
+        "`draw` takes the evaluation's examples from the stream of training, at other seeds or steps",
+    ),
     # Two splits of text may share a few short windows, such as a line of dashes.
     Check(
         "splits", task_streams.splits, 0.01, "`draw` treats all splits alike, or there are too few different examples"
@@ -234,9 +240,29 @@ CHECKS: tuple[Check[Task], ...] = (
         "answers are not equally frequent, or padding is scored: draw them evenly, or raise `chance` to this figure",
     ),
     Check(
-        "near inputs", task_answers.near_inputs, 0.4, "`draw` puts the answer into the inputs before it is asked for"
+        "near inputs", task_shortcuts.near_inputs, 0.4, "`draw` puts the answer into the inputs before it is asked for"
     ),
-    Check("one input", task_answers.one_input, 0.6, "`draw` always puts the answer into the same place"),
+    Check("one input", task_shortcuts.one_input, 0.6, "`draw` always puts the answer into the same place"),
+    Check(
+        "distances",
+        task_shortcuts.distances,
+        0.6,
+        "`draw` always puts the answer at the same distance: vary it, or declare `shortcuts = frozenset({'distance'})`",
+    ),
+    Check("order", task_shortcuts.order, 0.5, ""),
+    Check(
+        "classes",
+        task_shortcuts.classes,
+        0.8,
+        "a plain number tells the answer: vary it, or declare `shortcuts = frozenset({'class'})`",
+    ),
+    Check(
+        "facts",
+        task_shortcuts.facts,
+        0.8,
+        "the answer to a pair of tokens is the same in all splits: draw it for each example, or declare `shortcuts = "
+        "frozenset({'facts'})`",
+    ),
     Check(
         "knowable",
         task_answers.knowable,

@@ -40,6 +40,7 @@ class Memorization(MAD):
 
     name: ClassVar[str] = "mad_memorization"
     version: ClassVar[int] = 1
+    shortcuts: ClassVar[frozenset[str]] = frozenset({"facts"})
 
     length: int = 32
     vocab_size: int = 256

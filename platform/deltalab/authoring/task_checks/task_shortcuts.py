@@ -1,0 +1,272 @@
+"""Checks of shortcuts to a task's answers: whether a table or a place gives them without what the task is about."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltalab.authoring.check import Measurement
+from deltalab.authoring.task_checks.task_batches import ENOUGH, JUDGED, SIZE, STEPS, drawn, scored_in
+from deltalab.tasks.task import IGNORE, Batch, Task
+
+MOST_TOKENS = 2048
+"""The size of the largest vocabulary that counts as small: its pairs of tokens can be counted."""
+NEAR = 4
+"""The inputs that a short convolution of a layer reads, the current one among them."""
+MANY_STEPS, MANY_ROWS, MANY = 24, 256, 16
+"""The batches of training from which a table of pairs of tokens is counted, their examples, and how many times `ENOUGH`
+scored positions are counted."""
+PLACES = 24
+"""The number of places, from the first on and from the question back, at which the other token of a pair may stand."""
+
+class _Questions(NamedTuple):
+    """The scored positions of several examples.
+
+    Attributes:
+        inputs: The tokens of the examples, [B, T].
+        row: The example of each scored position.
+        place: The position of each scored position in its example.
+        labels: The right answer at each scored position.
+        all_inputs: Whether the model reads all inputs before it answers.
+    """
+
+    inputs: Tensor
+    row: Tensor
+    place: Tensor
+    labels: Tensor
+    all_inputs: bool
+
+    @property
+    def other_row(self) -> Tensor:
+        """Another example for each scored position, which holds the answer by chance alone."""
+        return (self.row + 1) % len(self.inputs)
+
+
+def near_inputs(task: Task) -> Iterator[Measurement]:
+    """Measures the share of answers that equal the input at the same position or at one of the three before it.
+
+    For a small vocabulary, also measures the share of answers that the input at the same position decides.
+    """
+    for split, member in _judged_tasks(task):
+        if member.readout != "position":
+            continue
+        questions = _questions(member, split)
+        for back in range(NEAR):
+            in_range = questions.place >= back
+            named, labels = (
+                questions.inputs[questions.row, questions.place - back][in_range],
+                questions.labels[in_range],
+            )
+            share = float((named == labels).sum()) / len(questions.labels)
+            where = f"{back} positions before" if back else "at the same position"
+            what = f"share of answers of {split} that the input {where} names, beyond what unrelated tokens would,"
+            yield Measurement(_beyond(share, _by_chance(named, labels)), what)
+        if member.vocab_size <= MOST_TOKENS:
+            what = f"share of answers of {split} that the input at the same position decides, whatever precedes it,"
+            yield Measurement(_by_token(member, split, questions), what)
+
+
+def one_input(task: Task) -> Iterator[Measurement]:
+    """Measures the share of answers that equal the input at one fixed position."""
+    for split, member in _judged_tasks(task):
+        questions = _questions(member, split)
+        causal = torch.arange(questions.inputs.shape[1]) <= questions.place[:, None]
+        share, other_share = (
+            ((questions.inputs[row] == questions.labels[:, None]) & (causal | (member.readout != "position")))
+            .double()
+            .mean(0)
+            for row in (questions.row, questions.other_row)
+        )
+        position = int((share - other_share).argmax())
+        where = f"the input at position {position} names, beyond the share in other examples,"
+        what = f"share of answers of {split} that {where}"
+        yield Measurement(_beyond(float(share[position]), float(other_share[position])), what)
+
+
+def _by_chance(named: Tensor, labels: Tensor) -> float:
+    """Returns the share of labels that would equal the tokens `named` if tokens and labels were independent."""
+    if not len(labels):
+        return 0.0
+    most = int(max(named.max(), labels.max())) + 1
+    counts = [torch.bincount(tokens, minlength=most).double() / len(tokens) for tokens in (named, labels)]
+    return float((counts[0] * counts[1]).sum())
+
+
+def _beyond(share: float, by_chance: float) -> float:
+    """Returns a share on a scale from 0, for the share that chance reaches, to 1, for a share of 1."""
+    return (share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
+
+
+def _judged_tasks(task: Task) -> Iterator[tuple[str, Task]]:
+    """Yields each split of evaluation with each task that draws it."""
+    return ((split, member) for split in JUDGED for member in drawn(task, split))
+
+
+def _questions(task: Task, split: str, *, seed: int = 0, steps: int = STEPS, size: int = SIZE) -> _Questions:
+    """Returns the scored positions of the first batches of a split: `ENOUGH` positions, or all of `steps` batches."""
+    drawn_batches: list[Batch] = []
+    while len(drawn_batches) < steps and (steps > STEPS or sum(map(scored_in, drawn_batches)) < ENOUGH):
+        drawn_batches.append(task.batch(split, size, seed, len(drawn_batches)))
+    inputs, targets = (torch.cat([getattr(batch, name) for batch in drawn_batches]) for name in ("inputs", "targets"))
+    row, place = (targets != IGNORE).nonzero().unbind(1)
+    most = (MANY if steps > STEPS else 2) * ENOUGH  # where each position is scored, some of them tell as much
+    row, place = row[:: 1 + len(row) // most], place[:: 1 + len(place) // most]
+    return _Questions(inputs, row, place, targets[row, place], task.readout != "position")
+
+
+def _by_token(task: Task, split: str, questions: _Questions) -> float:
+    """Returns the share of answers that a table predicts beyond the share of the most frequent answer.
+
+    The table has the most frequent answer for each input token at the same position. It is counted at another seed than
+    the seed of `questions`.
+    """
+    counts = torch.zeros(task.vocab_size**2, dtype=torch.int64)
+    for step in range(STEPS):
+        batch = task.batch(split, SIZE, 1, step)
+        pair_ids = batch.inputs[batch.targets != IGNORE] * task.vocab_size + batch.labels
+        counts += torch.bincount(pair_ids, minlength=len(counts))
+    table = counts.view(task.vocab_size, -1)
+    from_table, most = table.argmax(1)[questions.inputs[questions.row, questions.place]], table.sum(0).argmax()
+    return _beyond(*(float((named == questions.labels).double().mean()) for named in (from_table, most)))
+
+
+def distances(task: Task) -> Iterator[Measurement]:
+    """Measures the share of answers that equal the input at one fixed distance before their position."""
+    for split, member in _judged_tasks(task):
+        if member.readout != "position" or "distance" in task.shortcuts:
+            continue
+        questions = _questions(member, split)
+        for back in range(NEAR, questions.inputs.shape[1]):
+            in_range = questions.place >= back
+            named, labels = questions.inputs[questions.row, questions.place - back][in_range], questions.labels[in_range]
+            share = float((named == labels).sum()) / len(questions.labels)
+            what = f"share of answers of {split} that the input {back} positions before names, beyond chance,"
+            yield Measurement(_beyond(share, _by_chance(named, labels)), what)
+
+
+def order(task: Task) -> Iterator[Measurement]:
+    """Measures how far the answers of an example, and those of a batch, stand in order.
+
+    The figure is 1 if no answer is less than the one before it, or none is greater, and about 0 if they are drawn
+    independently.
+    """
+    for split, member in _judged_tasks(task):
+        questions = _questions(member, split)
+        first = torch.ones_like(questions.row, dtype=torch.bool)
+        first[1:] = questions.row[1:] != questions.row[:-1]
+        by_row = questions.labels[first]
+        rows = questions.row[first] // SIZE
+        for labels, groups, what, cause in (
+            (questions.labels, questions.row, "an example", "`draw` sorts the answers of an example"),
+            (by_row, rows, "a batch", "`draw` sorts examples by their answers: shuffle them"),
+        ):
+            same = groups[1:] == groups[:-1]
+            step = (labels[1:] - labels[:-1])[same]
+            moved = step[step != 0]
+            if len(moved) > SIZE:
+                ordered = abs(2 * float((moved > 0).double().mean()) - 1)
+                yield Measurement(ordered, f"share of answers of {split} that stand in the order of {what}", cause)
+
+
+def classes(task: Task) -> Iterator[Measurement]:
+    """Measures the share of answers that one plain number decides: a sum, a count or a length.
+
+    For each number, a table has the most frequent answer. It is counted at another seed.
+    """
+    for split, member in _judged_tasks(task):
+        if "class" in task.shortcuts:
+            continue
+        asked, known = _questions(member, split), _questions(member, split, seed=1)
+        for name in NUMBERS:
+            figure = _beyond(*_from_table(_number(known, name), known.labels, _number(asked, name), asked.labels))
+            yield Measurement(figure, f"share of answers of {split} that {name} decides")
+
+
+NUMBERS = (
+    "the most frequent token",
+    "the number of different tokens",
+    "the number of tokens beside the most frequent",
+    "the largest token",
+    "the first token",
+    "the last token",
+)
+
+
+def _number(questions: _Questions, name: str) -> Tensor:
+    """Returns one of `NUMBERS` for the inputs up to each scored position; to the end, for a readout of all inputs."""
+    inputs = questions.inputs[questions.row]
+    place = torch.arange(inputs.shape[1])
+    until = torch.full_like(questions.place, inputs.shape[1] - 1) if questions.all_inputs else questions.place
+    seen = place <= until[:, None]
+    if name == "the first token":
+        return inputs[:, 0]
+    if name == "the last token":
+        return inputs.gather(1, until[:, None])[:, 0]
+    if name == "the largest token":
+        return torch.where(seen, inputs, -1).amax(1)
+    ordered = torch.where(seen, inputs, -1).sort(1).values
+    opens = torch.ones_like(seen)
+    opens[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    if name == "the number of different tokens":
+        return (opens & (ordered >= 0)).sum(1)
+    run = torch.where(ordered >= 0, place - torch.where(opens, place, 0).cummax(1).values + 1, 0)
+    longest, at = run.max(1)
+    if name == "the most frequent token":
+        return ordered.gather(1, at[:, None])[:, 0]
+    return until + 1 - longest
+
+
+def facts(task: Task) -> Iterator[Measurement]:
+    """Measures the share of answers of evaluation that a table of pairs of tokens, counted in training, gives.
+
+    A pair is the input at the scored position and one more input, at a fixed place or a fixed distance.
+    """
+    if task.vocab_size > MOST_TOKENS or "facts" in task.shortcuts:
+        return
+    known = _questions(task, "train", steps=MANY_STEPS, size=MANY_ROWS)
+    for split, member in _judged_tasks(task):
+        asked = _questions(member, split)
+        for where, place_of in _places(min(known.inputs.shape[1], asked.inputs.shape[1])):
+            of_known, of_asked = (_pair(questions, place_of, task.vocab_size) for questions in (known, asked))
+            figure = _beyond(*_from_table(of_known, known.labels, of_asked, asked.labels))
+            what = f"share of answers of {split} that the input at their position and the one {where} gave in training"
+            yield Measurement(figure, what)
+
+
+def _places(length: int) -> Iterator[tuple[str, int]]:
+    """Yields each place of the other token of a pair in words and as a number; distances are below 0."""
+    for i in range(min(PLACES, length)):
+        yield f"at place {i}", i
+        if i:
+            yield f"{i} positions before", -i
+
+
+def _pair(questions: _Questions, at: int, vocab_size: int) -> Tensor:
+    """Returns a number for each scored position that tells its pair of tokens, -1 if the pair is not there yet."""
+    last = torch.full_like(questions.place, questions.inputs.shape[1] - 1) if questions.all_inputs else questions.place
+    place = torch.full_like(last, at) if at >= 0 else last + at
+    there = (place >= 0) & (place <= last)
+    other = questions.inputs[questions.row, place.clamp_min(0)]
+    return torch.where(there, questions.inputs[questions.row, last] * vocab_size + other, -1)
+
+
+def _from_table(known: Tensor, answers: Tensor, asked: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Returns the share of `labels` that a table gives, and that of the most frequent answer.
+
+    Args:
+        known: A number for each question from which the table is counted.
+        answers: The answers of these questions.
+        asked: A number for each question that the table answers.
+        labels: The right answers.
+    """
+    most = int(torch.cat([answers, labels]).max()) + 1
+    numbers, index = torch.cat([known, asked]).unique(return_inverse=True)
+    ids, counts = (index[: len(known)] * most + answers).unique(return_counts=True)
+    best = torch.zeros(len(numbers), dtype=torch.int64).scatter_reduce(0, ids // most, counts, "amax")
+    table = torch.full((len(numbers),), -1)
+    is_best = counts == best[ids // most]
+    table[(ids // most)[is_best]] = (ids % most)[is_best]
+    frequent = torch.bincount(answers).argmax()
+    named = table[index[len(known) :]]
+    return float((named == labels).double().mean()), float((labels == frequent).double().mean())
