@@ -42,11 +42,11 @@ class MomentumDeltaNet(UpdateRule):
     Two eigenvalues are neither 1 nor eta: their sum is 1 + eta - beta, their product eta. As a complex pair they turn,
     with modulus sqrt(eta).
 
-    Products of steps are bounded, whatever the unit keys, if beta <= 2 (1 - eta)^2 / (1 + eta): no step then increases
-    |Y|^2 + eta |Z|^2 / (1 - eta)^2. For beta up to 1 this is eta <= (5 - sqrt 17) / 4 = 0.219, so that eta is at most 0.2
-    here. The bound is tight: at beta = 1 and eta = 0.25, keys that turn by the same angle with every token multiply the
-    state by 3e8 in 4096 tokens; from eta = 0.7 on, random keys make it diverge, too. Give a larger eta a smaller beta, such as
-    `beta: {sigmoid: {max: 0.3}}` for eta up to 0.5.
+    Products of steps are bounded, whatever the unit keys, if beta <= 2 (1 - eta)^2 / (1 + eta): no step then
+    increases |Y|^2 + eta |Z|^2 / (1 - eta)^2. For beta up to 1 this is eta <= (5 - sqrt 17) / 4 = 0.219, so that eta
+    is at most 0.2 here. The bound is tight: at beta = 1 and eta = 0.25, keys that turn by the same angle with every
+    token multiply the state by 3e8 in 4096 tokens; from eta = 0.7 on, random keys make it diverge, too. Give a larger
+    eta a smaller beta, such as `beta: {sigmoid: {max: 0.3}}` for eta up to 0.5.
 
     Costs what a delta rule with diagonal decay (kda) costs with keys of width 2 K.
     """

@@ -25,10 +25,11 @@ class Titans(FastWeights):
 
     With mini-batches of one token and without decay, M stays bounded for all unit keys, eta in [0, h] and theta in
     [0, m], if 2 h / (1 - h)^3 + h^2 / (1 - h)^2 <= 2 / m - 1: the losses of |M|^2 by gradients then outweigh what the
-    momentum adds. This allows h = 0.2 at m = 1. With decays that jump between 1 and 0, theta = 1 and eta = 0.2 grow by
-    up to 1.095 per token; for theta up to 0.8 and eta up to 0.2, the ranges here, a search over 1,500 periodic products
-    found no growth. The paper's ranges reach 1, where M diverges: by 1e23 in 4096 tokens at eta = 0.8. Mini-batches of n
-    tokens add up n steps: they are bounded for theta <= 1 / n, or while the keys of a mini-batch are far from parallel.
+    momentum adds. This allows h = 0.2 at m = 1. With decays that jump between 1 and 0, theta = 1 and eta = 0.2 grow
+    by up to 1.095 per token; for theta up to 0.8 and eta up to 0.2, the ranges here, a search over 1,500 periodic
+    products found no growth. The paper's ranges reach 1, where M diverges: by 1e23 in 4096 tokens at eta = 0.8. Mini-
+    batches of n tokens add up n steps: they are bounded for theta <= 1 / n, or while the keys of a mini-batch are far
+    from parallel.
     """
 
     name: ClassVar[str] = "titans"

@@ -231,6 +231,7 @@ class CLASS(Task):
     maximize: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     example: ClassVar[Mapping[str, object]] = {"tokens": 8}  # the parameters of `platform task show` and `check`
+    shortcuts: ClassVar[frozenset[str]] = frozenset({"distance"})  # a copy has its answers at a fixed distance
 
     # The parameters. A study sets them, as in `task: {NAME: {tokens: 16}}`.
     tokens: int

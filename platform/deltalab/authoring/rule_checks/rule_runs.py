@@ -233,6 +233,12 @@ def outputs(
     return {"o": o, **parts(state)}
 
 
+def grows(rule: UpdateRule) -> bool:
+    """Returns whether the state of a rule has more elements after more tokens, as that of an attention has."""
+    short, long = (outputs(rule, inputs(rule, length, batch=1), "chunked") for length in (1, 7))
+    return any(part.shape != short[name].shape for name, part in long.items() if name != "o")
+
+
 def weighted(results: Mapping[str, Tensor]) -> Tensor:
     """Returns the sum of all elements of all results, with fixed random signs that are the same in every dtype.
 

@@ -98,7 +98,7 @@ NOISE = "the rule computes other numbers in each call, as the check 'repetition'
 
 def _noise_named(results: list[CheckResult]) -> list[CheckResult]:
     """Returns the results of a rule, with noise as the cause of all failures if equal calls give different numbers."""
-    if not any(result.name == "repetition" and not result.passed and "a call and" in result.message for result in results):
+    if not any(r.name == "repetition" and not r.passed and "a call and" in r.message for r in results):
         return results
     return [
         result

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltalab.authoring.check import Measurement, Note
 from deltalab.authoring.inputs import Inputs, learned, moves, normal
-from deltalab.authoring.rule_checks.rule_runs import inputs, run, square
+from deltalab.authoring.rule_checks.rule_runs import grows, inputs, run, square
 from deltalab.gates import Gate
 from deltalab.rule import UpdateRule
 
@@ -35,6 +35,9 @@ def products(rule: UpdateRule) -> Iterator[Measurement | Note]:
         low, high = rule.eigenvalues
         yield Note(f"the rule declares eigenvalues from {low:g} to {high:g}, so that its state may grow")
         return
+    if grows(rule):  # nothing is multiplied from step to step, and the cost is quadratic
+        yield Note("the rule keeps its tokens")
+        return
     x, ends = _extreme(rule)
     with torch.no_grad():
         o = run(rule, x, "chunked", 64)[0]
@@ -52,7 +55,10 @@ KEYS = ("are random", "turn", "drift")
 
 def _extreme(rule: UpdateRule) -> tuple[Inputs, list[dict[str, float]]]:
     """Returns inputs with a row for each of `KEYS`, and the gate values of each head whose gates are constant."""
-    ends = [dict(zip(learned(rule), values, strict=True)) for values in itertools.product(*map(_ends, learned(rule).values()))]
+    ends = [
+        dict(zip(learned(rule), values, strict=True))
+        for values in itertools.product(*map(_ends, learned(rule).values()))
+    ]
     ends = [ends[-1], *random.Random(0).sample(ends[:-1], min(len(ends), MOST_CORNERS) - 1)]
     key_dim = 8
     x = inputs(

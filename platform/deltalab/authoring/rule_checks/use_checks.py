@@ -118,8 +118,8 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measurement | Note]:
     """Measures whether each gate and each of its parameters moves the output of a layer.
 
     What does not move it at the start of training may do so after some steps: a product of two parameters that both
-    start at 0, for example, where one of them has a gradient elsewhere. So a layer is trained for `TRAINED` steps before
-    a gate counts as dead.
+    start at 0, for example, where one of them has a gradient elsewhere. So a layer is trained for `TRAINED` steps
+    before a gate counts as dead.
     """
     layer, x = layer_of(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
     live = [name for name in learned(rule) if name not in unread(rule)]

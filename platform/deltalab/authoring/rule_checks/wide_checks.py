@@ -21,6 +21,7 @@ from deltalab.authoring.rule_checks.rule_runs import (
     backends_of,
     error,
     errors,
+    grows,
     inputs,
     outputs,
     replaced,
@@ -92,8 +93,7 @@ def far_tokens(rule: UpdateRule) -> Iterator[Measurement]:
 def packed(rule: UpdateRule) -> Iterator[Measurement | Note]:
     """Measures packed sequences, which `cu_seqlens` tells apart, against each sequence by itself."""
     lengths = PACKED
-    _, grown = (outputs(rule, inputs(rule, length), "chunked") for length in PACKED[:2])
-    if any(part.shape != _[name].shape for name, part in grown.items() if name != "o"):
+    if grows(rule):
         yield Note("the state grows with the sequence, so that packed sequences have one length")
         lengths = PACKED[1:2] * 3
     x = inputs(rule, sum(lengths), batch=1)

@@ -20,6 +20,7 @@ scored positions are counted."""
 PLACES = 24
 """The number of places, from the first on and from the question back, at which the other token of a pair may stand."""
 
+
 class _Questions(NamedTuple):
     """The scored positions of several examples.
 
@@ -139,7 +140,10 @@ def distances(task: Task) -> Iterator[Measurement]:
         questions = _questions(member, split)
         for back in range(NEAR, questions.inputs.shape[1]):
             in_range = questions.place >= back
-            named, labels = questions.inputs[questions.row, questions.place - back][in_range], questions.labels[in_range]
+            named, labels = (
+                questions.inputs[questions.row, questions.place - back][in_range],
+                questions.labels[in_range],
+            )
             share = float((named == labels).sum()) / len(questions.labels)
             what = f"share of answers of {split} that the input {back} positions before names, beyond chance,"
             yield Measurement(_beyond(share, _by_chance(named, labels)), what)
