@@ -71,7 +71,29 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "state_in_bf16": ("sizes", "dtype of part 0 of the state, which sums over tokens"),
     "sums_of_decays": ("long sequences", "exp(-g.cumsum(1))"),
     "two_equations": ("step", "this form and `step` are two different equations"),
+    "block_of_48": ("step", "at T=3, H=1, K=64, V=64"),
+    "decay_of_the_next_chunk": ("slow decays", "what is older than some number of tokens"),
+    "dropout_in_training": ("repetition", "after torch.manual_seed(2), recurrent, with gradients"),
+    "forgets_after_64": ("slow decays", "what is older than some number of tokens"),
+    "heavy_ball": ("products of steps", "with keys that turn, at beta=1, is inf"),
+    "mean_of_all_tokens": ("far tokens", "change of the first 1100 outputs with 948 more tokens"),
+    "noisy_gradients": ("repetition", "after torch.manual_seed(2), recurrent, with gradients"),
+    "one_sided_range": ("eigenvalues", "part of the declared range -3 to 1 beyond the eigenvalues"),
+    "pads_to_100": ("every length", "chunked to recurrent at T=9"),
+    "reads_the_last_of_many": ("far tokens", "before token 1500 of 2048 with other inputs after it"),
+    "resumes_at_one_row": ("packed sequences", "keeps something between calls"),
+    "root_gate": ("gate gradients", "gradients of 'g' that are not finite in fp32 at inputs of 1000"),
+    "rows_in_groups": ("many rows and heads", "of the last 16 sequences by themselves of a batch of 33"),
+    "same_as_another_knob": ("twin options", "between write=halved and read=halved is 0"),
+    "same_write": ("twin options", "between form=strong and keys=doubled is 0"),
+    "sign_without_gradient": ("gate liveness", "`Operands.sign` passes no gradient to 'b'"),
+    "softplus_by_where": ("gate gradients", "gradients of 'g' that are not finite in fp32 at inputs of 1000"),
+    "stretching_mix": ("products of steps", "at beta=2.5, is inf"),
+    "two_halves_of_the_batch": ("many rows and heads", "of the last 16 sequences by themselves of a batch of 33"),
     "two_knobs": ("eigenvalues", "c=2"),
+    "values_of_64": ("step", "K=128, V=128"),
+    "wide_range": ("eigenvalues", "part of the declared range -4 to 4 beyond the eigenvalues"),
+    "wrong_at_37": ("every length", "chunked to recurrent at T="),
     "unread_channel": ("channels", "the code does not read head 0, channel 3 of q"),
     "unread_value_channel": ("channels", "the code does not read head 0, channel 2 of v"),
     "value_of_another_head": ("heads", "a value of one head is used for another"),
@@ -141,8 +163,8 @@ def test_a_right_but_unusual_rule_passes_all_checks(file: Path, monkeypatch: pyt
 def test_what_does_not_apply_is_left_out() -> None:
     listed = {name: {r.name for r in check_rule(deltalab.get_rule(name))} for name in ("attention", "linear_attention")}
     every = {check.name for check in CHECKS}
-    of_gates = {"extreme gates", "gate ranges", "gate liveness"}
-    of_knobs = {"knob options", "knobs together"}
+    of_gates = {"extreme gates", "gate ranges", "gate liveness", "gate gradients"}
+    of_knobs = {"knob options", "knobs together", "twin options"}
     alone = {"kernel", "step"}
     assert every - listed["linear_attention"] == {
         *of_gates,
@@ -152,7 +174,42 @@ def test_what_does_not_apply_is_left_out() -> None:
         "nothing independent",
         "other numbers",
     }
-    assert every - listed["attention"] == {*of_gates, *alone, "knobs together", "eigenvalues"}
+    assert every - listed["attention"] == {*of_gates, *alone, "knobs together", "twin options", "eigenvalues"}
+
+
+def test_noise_is_named_in_all_failures() -> None:
+    failed = failures(check_rule(planted(PLANTED / "random_dropout.py"), quick=True))
+    causes = {name: result.message.partition("likely cause: ")[2] for name, result in failed.items()}
+    assert "draws random numbers" in causes.pop("repetition")
+    assert len(causes) > 2
+    assert set(causes.values()) == {rule_suite.NOISE}
+
+
+@pytest.mark.parametrize(("name", "bounded"), [("momentum_deltanet", 0.2), ("titans", 0.2)])
+def test_a_momentum_beyond_its_bound_diverges(name: str, bounded: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = deltalab.get_rule(name)
+    assert rule.gates["eta"].high == bounded
+    assert worst("products of steps", rule) <= 0
+    eta = replace(rule.gates["eta"], high=0.85)
+    monkeypatch.setattr(type(rule), "gates", {**rule.gates, "eta": eta})
+    assert worst("products of steps", rule) > 0
+
+
+def test_the_cause_of_an_extreme_gate_is_the_gate_that_breaks() -> None:
+    class Subtracted(Sound):
+        g: gates.Gate = knob(gates.mamba2_decay())
+
+        def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor) -> Operands:  # type: ignore[override]
+            return Operands(r=q * (g - g)[..., None].exp(), k=k, u=v, e=beta, beta=beta)
+
+    class Inverse(Sound):
+        def operands(self, q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor) -> Operands:
+            return Operands(r=q, k=k, u=v / beta[..., None], e=beta, beta=beta)
+
+    causes = {m.cause for m in number_checks.extreme_gates(dataclass(frozen=True, kw_only=True)(Subtracted)())}
+    assert causes == {"the code computes -inf - -inf or 0 * inf where the log-decay g is -inf: clamp it first"}
+    causes = {measured.cause for measured in number_checks.extreme_gates(Inverse())}
+    assert causes == {"the code is not finite at beta = 0: look for a division, a root, a logarithm or an exp"}
 
 
 def test_gradients_are_checked_where_the_caller_has_turned_them_off() -> None:

@@ -162,9 +162,10 @@ def repetition(rule: UpdateRule) -> Iterator[Measurement]:
     x = started(rule, inputs(rule, PREFIX + LENGTH))
     single = x.map(Tensor.float)
     for backend in backends_of(rule):
-        for start in (x, x.span(0), single):
-            yield from _repeated(rule, start, backend, outputs, "")
-        yield from _repeated(rule, x, backend, evaluate, ", with gradients")
+        plain = [m for start in (x, x.span(0), single) for m in _repeated(rule, start, backend, outputs, "")]
+        yield from plain
+        if not any(measurement.figure for measurement in plain):
+            yield from _repeated(rule, x, backend, evaluate, ", with gradients")
 
 
 def _repeated(

@@ -118,31 +118,37 @@ def gate_liveness(rule: UpdateRule) -> Iterator[Measurement | Note]:
     """Measures whether each gate and each of its parameters moves the output of a layer.
 
     What does not move it at the start of training may do so after some steps: a product of two parameters that both
-    start at 0, for example, where one of them has a gradient elsewhere. So a layer is trained for `TRAINED` steps
-    before a gate counts as dead.
+    start at 0, for example, where one of them has a gradient elsewhere. So a layer is trained for `TRAINED` steps, and
+    takes longer sequences, before a gate counts as dead.
     """
     layer, x = layer_of(rule), normal(BATCH, LENGTH, WIDTH, seed=1)
     live = [name for name in learned(rule) if name not in unread(rule)]
     effects = _effects(rule, layer, x, live)
-    asleep = [what for what, effect in effects.items() if not effect >= LIVE]
+    asleep = [key for key, effect in effects.items() if not effect >= LIVE]
     for _ in range(TRAINED if asleep else 0):
         y = layer(x)
         parameters = dict(layer.named_parameters())
         for name, gradient in gradients_of((y * normal(*y.shape, seed=2)).sum(), parameters).items():
             parameters[name].data.add_(0.1 * gradient.sign())
-    if asleep:
-        trained = _effects(rule, layer, x, live)
-        for what in asleep:
-            effects[what] = max(effects[what], trained[what])
-            if effects[what] >= LIVE:
-                yield Note(f"{what} is 0 at the start of training, and {trained[what]:.3g} after {TRAINED} steps")
-    for what, effect in effects.items():
-        name = what.partition("'")[2].partition("'")[0]
+    for longer in LONGER:
+        asleep = [key for key in asleep if not effects[key] >= LIVE]
+        if asleep:
+            tokens = normal(BATCH, longer + LENGTH, WIDTH, seed=1)
+            later = _effects(rule, layer, tokens, live)
+            for key in asleep:
+                effects[key] = max(effects[key], later[key])
+                if effects[key] >= LIVE:
+                    when = f"after {TRAINED} steps and in {longer + LENGTH} tokens"
+                    yield Note(f"{key[1]} is below {LIVE:g} at the start of training, and {later[key]:.3g} {when}")
+    for (name, what), effect in effects.items():
         yield Measurement(effect, what, _sign_alone(rule, name) if not effect >= LIVE else "")
 
 
-def _effects(rule: UpdateRule, layer: RuleLayer, x: Tensor, live: list[str]) -> dict[str, float]:
-    """Returns how much each of the gates `live`, and each of their parameters, moves the output of a layer."""
+def _effects(rule: UpdateRule, layer: RuleLayer, x: Tensor, live: list[str]) -> dict[tuple[str, str], float]:
+    """Returns how much each of the gates `live`, and each of their parameters, moves the output of a layer.
+
+    The keys are the name of the gate and the name of the figure.
+    """
     gate_values: dict[str, Tensor] = {}
     replacements: dict[str, Tensor] = {}
 
@@ -158,20 +164,21 @@ def _effects(rule: UpdateRule, layer: RuleLayer, x: Tensor, live: list[str]) -> 
     if layer.vectors is not None:
         hooks.append(layer.vectors.register_forward_hook(hold_vectors))
     y = layer(x)
-    sources = {f"the value of '{name}'": gate_values[name] for name in live}
+    sources = {(name, f"the value of '{name}'"): gate_values[name] for name in live}
     for path, parameter in layer.gates.named_parameters():
         names = [name for name, gate in rule.gates.items() if path.split(".")[1] in (name, gate.of) and name in live]
         if names:
-            sources[f"parameter {path} of '{names[0]}'"] = parameter
+            sources[names[0], f"parameter {path}"] = parameter
     size, effects = y.detach().norm().clamp_min(1e-3), {}
-    for source, gradient in gradients_of((y * normal(*y.shape, seed=2)).sum(), sources).items():
+    gradients = gradients_of((y * normal(*y.shape, seed=2)).sum(), {source: x for (_, source), x in sources.items()})
+    for name, source in sources:
         what = f"gradient of the layer's output with respect to {source}, relative to the output,"
-        effects[what] = float(gradient.norm() / size)
+        effects[name, what] = float(gradients[source].norm() / size)
     for i, name in enumerate(live):
         replacements.clear()
         replacements[name] = within(rule.gates[name], tuple(gate_values[name].shape), seed=i)
         with torch.no_grad():
-            effects[f"change of the layer's output with other values of '{name}'"] = error(layer(x), y)
+            effects[name, f"change of the layer's output with other values of '{name}'"] = error(layer(x), y)
     for hook in hooks:
         hook.remove()
     return effects
