@@ -39,7 +39,7 @@ LONGEST = 600
 """The number of tokens in a long sequence: more than two chunks of 256, the longest chunks in published code."""
 WIDTHS = ((5, 7), (12, 40), (40, 12), (40, 40), (5, 5))
 """Pairs of K and V that are odd, no powers of 2, or above 32."""
-MOST_LENGTH, LENGTH_SECONDS = 130, 1.5
+MOST_LENGTH, LENGTH_SECONDS = 130, 1.0
 """Every length up to the first is tried: two chunks of 64 and a rest. A slow rule is tried for the seconds alone."""
 FAR, LATE = 2048, (1100, 1500)
 """The tokens of a far sequence, and two places in it: the second half begins before the first of them."""
