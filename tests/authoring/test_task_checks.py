@@ -29,10 +29,31 @@ PLANTED = folders.PLANTED / "tasks"
 
 # File -> the checks that must fail, and a part of the first one's message. All others must pass.
 CAUGHT: dict[str, tuple[list[str], str]] = {
-    "answer_before_the_query": (["near inputs"], "validation that the input 1 positions before names"),
-    "answer_in_code": (["near inputs"], "that the input at the same position decides, whatever precedes it, is 1"),
-    "answer_is_first": (["one input"], "that the input at position 1 names, beyond the share in other examples, is 1"),
-    "answers_by_place": (["fixed answers"], "for the most frequent answer at each position, 1, beyond `chance` 0.0312"),
+    "answer_before_the_query": (["near inputs", "facts"], "validation that the input 1 positions before names"),
+    "answer_in_code": (
+        ["near inputs", "classes", "facts"],
+        "that the input at the same position decides, whatever precedes it, is 1",
+    ),
+    "answer_is_first": (
+        ["one input", "facts"],
+        "that the input at position 1 names, beyond the share in other examples, is 1",
+    ),
+    "a_coin_in_the_answer": (["knowable"], "the inputs up to a scored position do not decide its target"),
+    "answer_at_a_distance": (
+        ["distances", "chance", "facts"],
+        "that the input 7 positions before names, beyond chance",
+    ),
+    "answers_by_length": (["classes", "streams", "splits"], "the number of tokens beside the most frequent decides"),
+    "eight_examples": (["fixed answers", "streams", "alike"], "validation has only 8 different examples among 512"),
+    "facts_of_all": (["facts"], "the input at their position and the one at place 0 gave in training is 1"),
+    "sorted_answers": (["order", "most scored", "fixed answers"], "`draw` sorts the answers of an example"),
+    "sorted_by_class": (["order", "classes"], "`draw` sorts examples by their answers: shuffle them"),
+    "test_is_another_seed": (["own streams"], "takes the evaluation's examples from the stream of training"),
+    "validation_is_late_training": (["own streams"], "number of streams that validation and training draw from"),
+    "answers_by_place": (
+        ["fixed answers", "order"],
+        "for the most frequent answer at each position, 1, beyond `chance` 0.0312",
+    ),
     "answers_of_another": (["knowable"], "give such positions the target IGNORE"),
     "asks_for_what_was_not_said": (["knowable"], "the inputs up to a scored position do not decide its target"),
     "beyond_vocabulary": (["token range"], "outside [0, vocab_size = 64) in train, [64], is 1"),
@@ -44,7 +65,10 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "counts_calls": (["repeatability"], "number of tokens that differ in a batch drawn again from"),
     "easier_test": (["alike"], "`draw` makes the test split easier or harder than validation"),
     "easier_than_training": (["alike"], "`draw` makes validation easier than training"),
-    "facts_of_a_split": (["knowable", "near inputs"], "the inputs up to a scored position do not decide its target"),
+    "facts_of_a_split": (
+        ["knowable", "near inputs", "classes"],
+        "the inputs up to a scored position do not decide its target",
+    ),
     "global_generator": (["repeatability"], "`draw` uses randomness other than its argument `random`"),
     "grows": (["parameters", "repeatability"], "`__post_init__` changes a parameter"),
     "loss_in_bits": (["loss"], "'loss' is in bits: leave out the division by log 2"),
@@ -59,20 +83,23 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "no_targets": (["scored", "vocabulary"], "every target is IGNORE"),
     "noisy_answers": (["knowable"], "the inputs up to a scored position do not decide its target"),
     "one_longer": (["form"], "the inputs of train ([1, 33] torch.int64 on cpu) and the required form ([1, 32] torch"),
-    "other_seed_for_test": (["streams"], "are those of training, moved by a number"),
+    "other_seed_for_test": (["streams", "own streams"], "are those of training, moved by a number"),
     "other_vocabulary": (
         ["declaration", "token range", "metrics", "sums", "loss", "chance"],
         "`vocab_size`",
     ),
     "raises": (
         ["form", "device"],
-        "raised NotImplementedError: no test split yet (raises.py:13); 16 checks raised it: form, token range",
+        "raised NotImplementedError: no test split yet (raises.py:13); 21 checks raised it: form, token range",
     ),
     "ranks_rows": (["pool"], "`draw` lets a row depend on more than the same row"),
     "repeats_batches": (["streams"], "share of training examples that occur at other seeds or steps"),
     "said_too_late": (["knowable"], "the inputs up to a scored position do not decide its target"),
     "same_batches": (["addresses", "streams", "fixed answers"], "`draw` does not use its argument `random`"),
-    "same_splits": (["splits", "streams"], "share of examples of validation that are also in train is 1"),
+    "same_splits": (
+        ["splits", "streams", "own streams"],
+        "share of examples of validation that are also in train is 1",
+    ),
     "scores_more": (["most scored"], "number of scored positions of a training example above 3 is 1"),
     "scores_padding": (
         ["fixed answers", "most scored", "near inputs"],

@@ -229,6 +229,8 @@ def facts(task: Task) -> Iterator[Measurement]:
     if task.vocab_size > MOST_TOKENS or "facts" in task.shortcuts:
         return
     known = _questions(task, "train", steps=MANY_STEPS, size=MANY_ROWS)
+    if not len(known.labels):
+        return
     for split, member in _judged_tasks(task):
         asked = _questions(member, split)
         for where, place_of in _places(min(known.inputs.shape[1], asked.inputs.shape[1])):

@@ -204,7 +204,8 @@ def _templates(task: Task, split: str) -> set[str]:
         for seed, step in ((0, 0), (1, 1)):
             seen.append(set())
             task.batch(split, FEW, seed, step)
-    return {re.sub(r"\d+", "#", address) for address in seen[0] ^ seen[1]}
+    # A longer number is a hash, which tells splits apart.
+    return {re.sub(r"(?<!\d)\d{1,9}(?!\d)", "#", address) for address in seen[0] ^ seen[1]}
 
 
 def _repeated_share(batches: dict[tuple[int, int, int], Batch]) -> float:
