@@ -69,6 +69,8 @@ class CarryKernel(Protocol):
         self, u: Tensor, e: Tensor, b: Tensor, turn: Tensor, start: Tensor, /
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Carries a pair of states."""
+
+
 class ElementwiseKernel(Protocol):
     """`Kernels.elementwise`."""
 

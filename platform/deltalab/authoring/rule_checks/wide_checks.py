@@ -92,7 +92,7 @@ def far_tokens(rule: UpdateRule) -> Iterator[Measurement]:
 
 def packed(rule: UpdateRule) -> Iterator[Measurement | Note]:
     """Measures packed sequences, which `cu_seqlens` tells apart, against each sequence by itself."""
-    lengths = PACKED
+    lengths: tuple[int, ...] = PACKED
     if grows(rule):
         yield Note("the state grows with the sequence, so that packed sequences have one length")
         lengths = PACKED[1:2] * 3
