@@ -255,12 +255,15 @@ def _inverse_softplus(x: Tensor) -> Tensor:
 def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001, dt_max: float = 0.1) -> Gate:
     """The log-decay g = -a softplus(W x + c), which starts near 0, so that alpha = exp(g) starts near 1.
 
-    The start of a is uniform in [a_min, a_max], and that of softplus(c) is log-uniform in [dt_min, dt_max].
+    The start of a is uniform in [a_min, a_max], and that of softplus(c) is log-uniform in [dt_min, dt_max]. a_min is 0
+    in FLA's layers of Gated DeltaNet and Comba.
 
     References:
         Mamba2, arXiv:2405.21060; the forget gate of Comba, arXiv:2506.02475, Table 5.
     """
-    _positive("mamba2_decay", a_min=a_min, a_max=a_max, dt_min=dt_min, dt_max=dt_max)
+    _positive("mamba2_decay", a_max=a_max, dt_min=dt_min, dt_max=dt_max)
+    if a_min < 0:
+        raise InputError(f"mamba2_decay.a_min must be at least 0, not {a_min:g}")
     if a_min > a_max or dt_min > dt_max:
         raise InputError("mamba2_decay: a_min must not exceed a_max, nor dt_min dt_max")
     steps = _log_uniform(dt_min, dt_max)

@@ -21,6 +21,10 @@ class Attention(UpdateRule):
 
     name: ClassVar[str] = "attention"
     paper: ClassVar[str] = "arXiv:1706.03762"
+    published = {
+        "source": "fla/layers/attn.py of fla-org/flash-linear-attention (Transformer++)",
+        "layer": {"conv": 0, "rope": True, "output_norm": False, "output_gate": False},
+    }
     window: int = knob(0, 16)
 
     @property

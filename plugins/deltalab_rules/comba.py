@@ -44,6 +44,19 @@ class Comba(UpdateRule):
 
     name: ClassVar[str] = "comba"
     paper: ClassVar[str] = "arXiv:2506.02475"
+    published = {
+        "source": "fla/layers/comba.py of fla-org/flash-linear-attention",
+        "knobs": {
+            "g": {"mamba2_decay": {"a_min": 0.0}},
+            "b": {"head_sigmoid": {"init": 0.7310585786300049}},
+            "d": {"head": {"init": 1.0}},
+            "correction": "p",
+        },
+        "lacks": (
+            "FLA normalizes q and p after p = b k and q - d p, which cancels b in the feedback; here q and k have unit "
+            "norm before, as in the paper"
+        ),
+    }
 
     transition: Transition = knob(SPLR, IPLR, DPLR)
     g: Gate = knob(gates.mamba2_decay(), gates.gla_decay(), gates.metala_decay(), low_rank_decay())

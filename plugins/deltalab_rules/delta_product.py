@@ -22,6 +22,11 @@ class DeltaProduct(UpdateRule):
 
     name: ClassVar[str] = "delta_product"
     paper: ClassVar[str] = "arXiv:2502.10297"
+    published = {
+        "source": "fla/layers/gated_deltaproduct.py of fla-org/flash-linear-attention",
+        "knobs": {"g": {"mamba2_decay": {"a_min": 0.0}}},
+        "layer": {"output_gate": "silu"},
+    }
 
     per_step: ClassVar[frozenset[str]] = frozenset({"beta"})
 

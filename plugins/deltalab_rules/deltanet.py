@@ -21,6 +21,10 @@ class DeltaNet(UpdateRule):
 
     name: ClassVar[str] = "deltanet"
     paper: ClassVar[str] = "arXiv:2406.06484"
+    published = {
+        "source": "fla/layers/delta_net.py of fla-org/flash-linear-attention",
+        "layer": {"output_gate": False},
+    }
 
     transition: Transition = HOUSEHOLDER
     beta: Gate = knob(gates.sigmoid(max=1), gates.sigmoid(max=2))

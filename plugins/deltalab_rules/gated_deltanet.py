@@ -20,6 +20,11 @@ class GatedDeltaNet(UpdateRule):
 
     name: ClassVar[str] = "gated_deltanet"
     paper: ClassVar[str] = "arXiv:2412.06464"
+    published = {
+        "source": "fla/layers/gated_deltanet.py of fla-org/flash-linear-attention",
+        "knobs": {"g": {"mamba2_decay": {"a_min": 0.0}}},
+        "layer": {"output_gate": "silu"},
+    }
 
     transition: Transition = IPLR
     g: Gate = knob(gates.mamba2_decay(), gates.gla_decay(), gates.metala_decay(), gates.const(0))

@@ -20,6 +20,10 @@ class GLA(UpdateRule):
 
     name: ClassVar[str] = "gla"
     paper: ClassVar[str] = "arXiv:2312.06635"
+    published = {
+        "source": "fla/layers/gla.py of fla-org/flash-linear-attention",
+        "layer": {"conv": 0, "features": "raw", "low_rank_bias": True, "output_gate": "silu"},
+    }
 
     transition: Transition = DIAGONAL
     g: Gate = knob(gates.gla_decay(), gates.gla_decay(tau=1), gates.mamba2_decay())

@@ -39,6 +39,10 @@ class GSA(Passes):
 
     name: ClassVar[str] = "gsa"
     paper: ClassVar[str] = "arXiv:2409.07146"
+    published = {
+        "source": "fla/layers/gsa.py of fla-org/flash-linear-attention",
+        "layer": {"conv": 0, "scale": 1.0, "output_norm": "rms_all_of_silu", "output_gate": False},
+    }
 
     g: Gate = knob(slot_decay(), slot_decay(tau=1))
 

@@ -22,6 +22,11 @@ class HGRN2(UpdateRule):
 
     name: ClassVar[str] = "hgrn2"
     paper: ClassVar[str] = "arXiv:2404.07904"
+    published = {
+        "source": "fla/layers/hgrn2.py of fla-org/flash-linear-attention",
+        "layer": {"conv": 0, "features": "silu_qk", "output_norm": "rms_all", "output_gate": False},
+        "lacks": "lower bounds of alpha, learned and rising from layer to layer",
+    }
 
     transition: Transition = DIAGONAL
     g: Gate = knob(gates.metala_decay(), gates.gla_decay())

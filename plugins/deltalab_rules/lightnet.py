@@ -25,6 +25,10 @@ class LightNet(UpdateRule):
 
     name: ClassVar[str] = "lightnet"
     paper: ClassVar[str] = "arXiv:2405.21022"
+    published = {
+        "source": "fla/layers/lightnet.py of fla-org/flash-linear-attention",
+        "layer": {"conv": 0, "output_norm": "rms_all", "output_gate": "silu", "gate_rank": 128, "norm_eps": 1e-6},
+    }
 
     transition: Transition = DIAGONAL
 

@@ -21,6 +21,10 @@ class RetNet(UpdateRule):
 
     name: ClassVar[str] = "retnet"
     paper: ClassVar[str] = "arXiv:2307.08621"
+    published = {
+        "source": "fla/layers/multiscale_retention.py of fla-org/flash-linear-attention",
+        "layer": {"conv": 0, "features": "raw", "rope": True, "output_gate": "silu"},
+    }
 
     transition: Transition = DECAY
     g: Gate = knob(gates.retnet_decay(), gates.lightning_decay())

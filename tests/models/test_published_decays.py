@@ -48,3 +48,96 @@ class TestMamba2(PublishedBlock):
         y = torch.stack(outputs, 1).flatten(-2) * F.silu(z)  # norm_before_gate=False
         y = y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * p["norm.weight"]
         return y @ p["out.weight"].T
+
+
+class TestGLA(PublishedBlock):
+    """fla/layers/gla.py: gk_proj through 16 channels with a bias, swish gate after the norm of each head."""
+
+    rule = "gla"
+    starts: ClassVar = {"gates.project.g.1.bias": (0.0, 0.0), "norm.weight": (1.0, 1.0)}
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x)
+        gk = x @ p["gates.project.g.0.weight"].T @ p["gates.project.g.1.weight"].T + p["gates.project.g.1.bias"]
+        g = F.logsigmoid(gk).unflatten(-1, (HEADS, -1)) / 16
+        o = rms(recurrent(q, k, v, g), p["norm.weight"]).flatten(-2)
+        return (o * F.silu(x @ p["gate.weight"].T)) @ p["out.weight"].T
+
+
+class TestRetNet(PublishedBlock):
+    """fla/layers/multiscale_retention.py: rotary positions, gamma = 1 - 2 ** (-5 - h), swish gate after the norm."""
+
+    rule = "retnet"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x)
+        gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
+        o = recurrent(rotary(q), rotary(k), v, gamma.log()[:, None].expand(*q.shape[:3], 1))
+        return (rms(o, p["norm.weight"]).flatten(-2) * F.silu(x @ p["gate.weight"].T)) @ p["out.weight"].T
+
+
+class TestHGRN2(PublishedBlock):
+    """fla/layers/hgrn2.py: k = 1 - f, RMSNorm over all heads, no gate. k has no projection there, so ours is unread."""
+
+    rule = "hgrn2"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, _, i = projected(p, x)
+        g = F.logsigmoid(x @ p["gates.project.g.weight"].T).unflatten(-1, (HEADS, -1))
+        o = recurrent(F.silu(q), 1 - g.exp(), i, g)
+        return rms(o.flatten(-2), p["norm.weight"]) @ p["out.weight"].T
+
+
+class TestLightNet(PublishedBlock):
+    """fla/layers/lightnet.py: z = logcumsumexp(k), gate through 128 channels, norm over all heads with eps 1e-6."""
+
+    rule = "lightnet"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x)
+        z = k.logcumsumexp(1)
+        g = torch.cat([z[:, :1], z[:, :-1]], 1) - z
+        o = rms(recurrent(F.silu(q), (k - z).exp(), v, g).flatten(-2), p["norm.weight"], eps=1e-6)
+        return (o * F.silu(x @ p["gate.0.weight"].T @ p["gate.1.weight"].T)) @ p["out.weight"].T
+
+
+class TestGSA(PublishedBlock):
+    """fla/layers/gsa.py: scale 1, gates of the slots over 8, and the RMSNorm of SiLU(o) over all heads."""
+
+    rule = "gsa"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = map(F.silu, projected(p, x))
+        f = F.logsigmoid(x @ p["gates.project.g.weight"].T).unflatten(-1, (HEADS, -1)) / 8
+        s = 1 - f.exp()
+        keys = values = x.new_zeros(len(x), HEADS, s.shape[-1], q.shape[-1])
+        outputs = []
+        for t in range(x.shape[1]):
+            keys = keys * f[:, t, :, :, None].exp() + s[:, t, :, :, None] * k[:, t, :, None]
+            values = values * f[:, t, :, :, None].exp() + s[:, t, :, :, None] * v[:, t, :, None]
+            weights = torch.einsum("bhmk,bhk->bhm", keys, q[:, t]).softmax(-1)
+            outputs.append(torch.einsum("bhm,bhmv->bhv", weights, values))
+        return rms(F.silu(torch.stack(outputs, 1).flatten(-2)), p["norm.weight"]) @ p["out.weight"].T
+
+
+class TestAttention(PublishedBlock):
+    """fla/layers/attn.py: causal softmax attention with rotary positions, without norm and gate (Transformer++)."""
+
+    rule = "attention"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x)
+        q, k, outputs = rotary(q), rotary(k), []
+        for t in range(x.shape[1]):
+            weights = (torch.einsum("bhk,bnhk->bhn", q[:, t], k[:, : t + 1]) * q.shape[-1] ** -0.5).softmax(-1)
+            outputs.append(torch.einsum("bhn,bnhv->bhv", weights, v[:, : t + 1]))
+        return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
+
+
+def rotary(x: Tensor) -> Tensor:
+    """FLA's RotaryEmbedding, which is not interleaved, as a product with e^(i t theta)."""
+    half = x.shape[-1] // 2
+    theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    turns = torch.polar(torch.ones(()).double(), torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * theta)
+    turned = torch.complex(x[..., :half], x[..., half:]) * turns
+    return torch.cat([turned.real, turned.imag], -1)

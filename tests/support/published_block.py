@@ -87,7 +87,7 @@ class PublishedBlock:
     def test_starts(self):
         values = dict(self.layer(heads=64, d_model=256).named_parameters())
         for name, (low, high) in self.starts.items():
-            value = values[name]
+            value = values[name].detach()
             if low == -math.inf:  # the logarithm of numbers from 0 on
                 value, low, high = value.exp(), 0.0, math.exp(high)
             least, most, near = float(value.min()), float(value.max()), 0.3 * (high - low) + 1e-6
