@@ -76,7 +76,10 @@ class Gate:
         parameters: The learned parameters: each name, with the function start(shape, generator) that makes the first
             values. `shape` is the shape of the gate's value without batch and time. A generator of None stands for
             torch's global generator. Weight decay does not apply to these parameters.
-        rank: The width r of a projection W_1 W_2 x through r channels; None for one matrix.
+        by_head: The parameters that have one number for each head, [H], even if the value has channels.
+        one_projection: Whether all heads share one projection, as the angles of Mamba3 do.
+        rank: The width r of a projection W_1 W_2 x through r channels; None for one matrix, 0 for the width V of a
+            head's values.
         of: The gate whose projection and parameters this gate shares; None if it has its own.
         slots: The number of slots, if `per` names them.
         features: None for a gate. Otherwise this object declares a projected vector besides q, k and v, per `channel`
@@ -93,6 +96,8 @@ class Gate:
     high: float
     value: Value = field(compare=False, repr=False)
     parameters: Mapping[str, Start] = field(default_factory=dict, compare=False, repr=False)
+    by_head: frozenset[str] = frozenset()
+    one_projection: bool = False
     rank: int | None = None
     of: str | None = None
     slots: int = 0
@@ -113,6 +118,10 @@ class Gate:
         }
         width = widths.get(self.per.removeprefix("head_"))
         return (heads,) if width is None else (heads, width)
+
+    def parameter_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a parameter, for a value of `shape` without batch and time."""
+        return shape[:1] if name in self.by_head else shape
 
     @property
     def projected(self) -> bool:
@@ -191,6 +200,12 @@ def _positive(gate: str, **numbers: float) -> None:
             raise InputError(f"{gate}.{name} must be positive, not {number:g}")
 
 
+def _not_negative(gate: str, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if number < 0:
+            raise InputError(f"{gate}.{name} must be at least 0, not {number:g}")
+
+
 def _full(number: float) -> Start:
     return lambda shape, generator: torch.full(shape, float(number))
 
@@ -262,8 +277,7 @@ def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001,
         Mamba2, arXiv:2405.21060; the forget gate of Comba, arXiv:2506.02475, Table 5.
     """
     _positive("mamba2_decay", a_max=a_max, dt_min=dt_min, dt_max=dt_max)
-    if a_min < 0:
-        raise InputError(f"mamba2_decay.a_min must be at least 0, not {a_min:g}")
+    _not_negative("mamba2_decay", a_min=a_min)
     if a_min > a_max or dt_min > dt_max:
         raise InputError("mamba2_decay: a_min must not exceed a_max, nor dt_min dt_max")
     steps = _log_uniform(dt_min, dt_max)
@@ -276,6 +290,50 @@ def mamba2_decay(a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001,
             "dt_bias": lambda shape, generator: _inverse_softplus(steps(shape, generator)),
         },
         value=lambda z, p: -p["log_a"].exp() * F.softplus(z + p["dt_bias"]),
+    )
+
+
+@parameterization
+def kda_decay(
+    rank: float = 0, a_min: float = 1.0, a_max: float = 16.0, dt_min: float = 0.001, dt_max: float = 0.1
+) -> Gate:
+    """The log-decay of KDA, g = -a softplus(W_1 W_2 x + c), with an a for each head and a c for each channel.
+
+    a and softplus(c) start as in `mamba2_decay`. A `rank` of 0 is the width of a head's values.
+
+    References:
+        Kimi Team 2025, arXiv:2510.26692.
+    """
+    _not_negative("kda_decay", rank=rank)
+    plain = mamba2_decay(a_min=a_min, a_max=a_max, dt_min=dt_min, dt_max=dt_max)
+    return replace(
+        plain,
+        per="channel",
+        rank=int(rank),
+        by_head=frozenset({"log_a"}),
+        value=lambda z, p: -p["log_a"].exp()[:, None] * F.softplus(z + p["dt_bias"]),
+    )
+
+
+@parameterization
+def kda_bounded_decay(rank: float = 0, least: float = -5.0, dt_min: float = 0.001, dt_max: float = 0.1) -> Gate:
+    """The log-decay of KDA with a lower bound, g = least sigmoid(a (W_1 W_2 x + c)): FLA's `safe_gate`.
+
+    a is learned for each head and starts at 1, and c starts as in `mamba2_decay`. A `rank` of 0 is the width of a
+    head's values.
+    """
+    _not_negative("kda_bounded_decay", rank=rank)
+    if least >= 0:
+        raise InputError(f"kda_bounded_decay.least must be negative, not {least:g}")
+    start = mamba2_decay(dt_min=dt_min, dt_max=dt_max).parameters["dt_bias"]
+    return Gate(
+        per="channel",
+        low=float(least),
+        high=0.0,
+        rank=int(rank),
+        by_head=frozenset({"log_a"}),
+        parameters={"log_a": _full(0.0), "dt_bias": start},
+        value=lambda z, p: least * (p["log_a"].exp()[:, None] * (z + p["dt_bias"])).sigmoid(),
     )
 
 
@@ -304,6 +362,18 @@ def metala_decay() -> Gate:
         arXiv:2506.02475, Table 5.
     """
     return Gate(per="token", low=-math.inf, high=0.0, value=lambda z, p: F.logsigmoid(z))
+
+
+@parameterization
+def biased_decay(init: float = 0.0) -> Gate:
+    """The log-decay g = log sigmoid(W x + c) with a learned c for each head, starting at `init`: FoX and MesaNet."""
+    return Gate(
+        per="token",
+        low=-math.inf,
+        high=0.0,
+        parameters={"bias": _full(init)},
+        value=lambda z, p: F.logsigmoid(z + p["bias"]),
+    )
 
 
 @parameterization
@@ -368,6 +438,13 @@ def channel_sigmoid(rank: float = 16) -> Gate:
     """A gate sigmoid(W_1 W_2 x) for each channel of the key, in [0, 1]: RWKV-7's learning rate, without its bias."""
     _positive("channel_sigmoid", rank=rank)
     return Gate(per="channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
+
+
+@parameterization
+def full_channel_sigmoid(max: float = 1.0) -> Gate:
+    """A gate max sigmoid(W x) for each channel of the key, in [0, max], by one matrix: that of Gated DeltaNet-2."""
+    _positive("full_channel_sigmoid", max=max)
+    return Gate(per="channel", low=0.0, high=float(max), value=lambda z, p: max * z.sigmoid())
 
 
 @parameterization
@@ -502,3 +579,12 @@ def slot_weight(slots: float = 32) -> Gate:
 
 def _of_slot(slots: float, parameters: Mapping[str, Start], value: Value, *, low: float = -math.inf) -> Gate:
     return Gate(per="head_value_slot", slots=int(slots), low=low, high=math.inf, parameters=parameters, value=value)
+    """A gate sigmoid(W_1 W_2 x) for each channel of the value, in [0, 1]."""
+    _positive("value_sigmoid", rank=rank)
+    return Gate(per="value_channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
+
+
+@parameterization
+def full_value_sigmoid() -> Gate:
+    """A gate sigmoid(W x) for each channel of the value, in [0, 1], by one matrix: that of Gated DeltaNet-2."""
+    return Gate(per="value_channel", low=0.0, high=1.0, value=lambda z, p: z.sigmoid())

@@ -34,15 +34,20 @@ class ForgettingAttention(UpdateRule):
     """o_t = sum_i softmax_i(scale q_t^T k_i + d_{ti}) v_i over i <= t,   d_{ti} = g_{i+1} + ... + g_t
 
     Lin et al. 2025 (arXiv:2503.02130, Eq. 4-6), g_t = log f_t. The gates of the paper's ablation: `metala_decay` is
-    its f_t = sigmoid(W x), `head_forget` does not look at the input, `lightning_decay` is ALiBi, and g = 0 is softmax
-    attention. The state is the keys, the values and the sum of g since each of them: [B, H, n, K], [B, H, n, V] and
-    [B, H, n, 1]. A token costs n (K + V) after n tokens.
+    its f_t = sigmoid(W x), `biased_decay` is sigmoid(W x + c) as in its code, `head_forget` does not look at the input,
+    `lightning_decay` is ALiBi, and g = 0 is softmax attention. The state is the keys, the values and the sum of g since
+    each of them: [B, H, n, K], [B, H, n, V] and [B, H, n, 1]. A token costs n (K + V) after n tokens.
     """
 
     name: ClassVar[str] = "forgetting_attention"
     paper: ClassVar[str] = "arXiv:2503.02130"
+    published = {
+        "source": "fla/layers/forgetting_attn.py of fla-org/flash-linear-attention",
+        "knobs": {"g": "biased_decay"},
+        "layer": {"conv": 0, "output_norm": False, "output_gate": False},
+    }
 
-    g: Gate = knob(forms.metala_decay(), head_forget(), forms.lightning_decay(), forms.const(0))
+    g: Gate = knob(forms.metala_decay(), head_forget(), forms.lightning_decay(), forms.const(0), forms.biased_decay())
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:

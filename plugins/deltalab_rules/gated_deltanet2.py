@@ -27,11 +27,16 @@ class GatedDeltaNet2(UpdateRule):
 
     name: ClassVar[str] = "gated_deltanet2"
     paper: ClassVar[str] = "arXiv:2605.22791"
+    published = {
+        "source": "fla/layers/gdn2.py of fla-org/flash-linear-attention",
+        "knobs": {"g": "kda_decay", "b": "full_channel_sigmoid", "w": "full_value_sigmoid"},
+        "layer": {"gate_rank": 0, "low_rank_bias": True},
+    }
 
     transition: Transition = Transition(name="gdn2", decay="diagonal", low_rank="free", reads="decayed_state")
-    g: Gate = knob(gates.mamba2_decay(), gates.gla_decay())
-    b: Gate = knob(gates.channel_sigmoid(), gates.sigmoid(), gates.sigmoid(max=2))
-    w: Gate = knob(gates.value_sigmoid(), gates.sigmoid(), gates.const(1))
+    g: Gate = knob(gates.mamba2_decay(), gates.gla_decay(), gates.kda_decay())
+    b: Gate = knob(gates.channel_sigmoid(), gates.sigmoid(), gates.sigmoid(max=2), gates.full_channel_sigmoid())
+    w: Gate = knob(gates.value_sigmoid(), gates.sigmoid(), gates.const(1), gates.full_value_sigmoid())
 
     @property
     def eigenvalues(self) -> tuple[float, float]:

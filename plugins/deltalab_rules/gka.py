@@ -29,6 +29,10 @@ class GKA(UpdateRule):
 
     name: ClassVar[str] = "gka"
     paper: ClassVar[str] = "arXiv:2511.21016"
+    published = {
+        "source": "Section 4 and Algorithm 1 of arXiv:2511.21016",
+        "lacks": "the convolution, norm and gate of the paper's own layer: those of a plain model stand here",
+    }
 
     g: Gate = knob(forms.mamba2_decay(), forms.gla_decay(), forms.const(0))
     ridge: float = knob(0.02, 0.2, 0.001)

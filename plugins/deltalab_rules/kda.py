@@ -17,14 +17,20 @@ class KDA(UpdateRule):
     o_t = scale S_t^T q_t
 
     Kimi Team 2025 (arXiv:2510.26692, Eq. 1): the erasure reads the decayed state.
-    mamba2_decay has an a for each channel, where the paper has one for each head.
+    g: mamba2_decay has an a for each channel and one matrix, where the paper's kda_decay has an a for each head and a
+    projection through as many channels as a head's values have. kda_bounded_decay is FLA's `safe_gate`.
     """
 
     name: ClassVar[str] = "kda"
     paper: ClassVar[str] = "arXiv:2510.26692"
+    published = {
+        "source": "fla/layers/kda.py of fla-org/flash-linear-attention",
+        "knobs": {"g": "kda_decay"},
+        "layer": {"gate_rank": 0, "low_rank_bias": True},
+    }
 
     transition: Transition = Transition(name="kda", decay="diagonal", low_rank="tied", reads="decayed_state")
-    g: Gate = knob(gates.mamba2_decay(), gates.gla_decay())
+    g: Gate = knob(gates.mamba2_decay(), gates.gla_decay(), gates.kda_decay(), gates.kda_bounded_decay())
     beta: Gate = knob(gates.sigmoid(max=1), gates.sigmoid(max=2))
 
     @property

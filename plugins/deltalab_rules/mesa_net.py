@@ -34,6 +34,18 @@ def channel_ridge(init: float = 1.0, least: float = 0.25) -> Gate:
     )
 
 
+@parameterization
+def biased_sigmoid() -> Gate:
+    """sigmoid(W x + c) with a learned c for each head, which starts at 0."""
+    return Gate(
+        per="token",
+        low=0.0,
+        high=1.0,
+        parameters={"bias": lambda shape, generator: torch.zeros(shape)},
+        value=lambda z, p: (z + p["bias"]).sigmoid(),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MesaNet(UpdateRule):
     """H_t = alpha_t H_{t-1} + beta_t k_t k_t^T
@@ -49,9 +61,15 @@ class MesaNet(UpdateRule):
 
     name: ClassVar[str] = "mesa_net"
     paper: ClassVar[str] = "arXiv:2506.05233"
+    published = {
+        "source": "fla/layers/mesa_net.py of fla-org/flash-linear-attention",
+        "knobs": {"g": "biased_decay", "beta": "biased_sigmoid"},
+        "layer": {"features": "unit_qk", "scale": 1.0, "output_gate": False},
+        "lacks": "v without convolution: here the convolution takes v, too, and only its SiLU is left out",
+    }
 
-    g: Gate = knob(forms.mamba2_decay(), forms.gla_decay(), forms.const(0))
-    beta: Gate = knob(forms.sigmoid(), forms.const(1))
+    g: Gate = knob(forms.mamba2_decay(), forms.gla_decay(), forms.const(0), forms.biased_decay())
+    beta: Gate = knob(forms.sigmoid(), forms.const(1), biased_sigmoid())
     ridge: Gate = knob(channel_ridge(), forms.const(1))
     iterations: int = knob(30, 2, 1)
 

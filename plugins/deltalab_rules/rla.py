@@ -30,6 +30,11 @@ class RLA(UpdateRule):
 
     name: ClassVar[str] = "rla"
     paper: ClassVar[str] = "Enhancing linear attention with residual learning"
+    published = {
+        "source": "Sections 3.3 and 3.4 and Listing 1 of the paper, whose code is not public",
+        "knobs": {"silu": "qk"},
+        "lacks": "the convolution, norm and gate around the rule, which Figure 1 of the paper draws and no text states",
+    }
 
     transition: Transition = DECAY
     g: Gate = knob(gates.mamba2_decay(), gates.const(0))

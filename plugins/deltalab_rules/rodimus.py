@@ -35,7 +35,8 @@ class Rodimus(UpdateRule):
 
     He et al. 2024 (arXiv:2410.06577, data-dependent tempered selection): the selection gate s >= 0 decays, to the power
     of a temperature tau in [0, 1] it also scales the key, and beta gates the value. k has unit norm before s scales it.
-    tau: const(1) leaves the temperature out; beta: const(1) leaves the value's gate out. The residual d x of the
+    tau: const(1) leaves the temperature out; beta: const(1) leaves the value's gate out, and
+    value_sigmoid has one for each of its channels, as the paper does. The residual d x of the
     paper's output belongs to the layer.
 
     Costs what gla costs, with one more gate of K numbers.
@@ -47,7 +48,7 @@ class Rodimus(UpdateRule):
     transition: Transition = DIAGONAL
     s: Gate = knob(selection())
     tau: Gate = knob(gates.channel_sigmoid(), gates.const(1))
-    beta: Gate = knob(gates.sigmoid(), gates.const(1))
+    beta: Gate = knob(gates.sigmoid(), gates.const(1), gates.value_sigmoid())
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
@@ -57,13 +58,17 @@ class Rodimus(UpdateRule):
         tau = tau if tau.dim() > 1 else tau[:, None]
         # s ** tau, with a finite gradient at s = 0.
         tempered = (tau * s.clamp_min(1e-12).log()).exp()
-        return Operands(r=q, k=F.normalize(k, dim=-1) * tempered, u=v, g=-s * tau, beta=beta)
+        key = F.normalize(k, dim=-1) * tempered
+        if self.beta.per == "value_channel":
+            return Operands(r=q, k=key, u=beta * v, g=-s * tau)
+        return Operands(r=q, k=key, u=v, g=-s * tau, beta=beta)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, state: State, s: Tensor, tau: Tensor, beta: Tensor
     ) -> tuple[Tensor, State]:
         (S,) = state
+        beta = beta if self.beta.per == "value_channel" else beta[..., None]
         tau = tau if tau.dim() > 1 else tau[:, None]
         key = s**tau * k / k.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-        S = (-s * tau).exp()[..., None] * S + key[..., None] * (beta[..., None] * v)[..., None, :]
+        S = (-s * tau).exp()[..., None] * S + key[..., None] * (beta * v)[..., None, :]
         return scale * torch.einsum("bhk,bhkv->bhv", q, S), (S,)

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from tests.support.published_block import (
     HEADS,
     STEP_SIZES,
@@ -18,6 +16,7 @@ from tests.support.published_block import (
     recurrent,
     rms,
 )
+from torch import Tensor
 
 
 class TestMamba2(PublishedBlock):
@@ -131,6 +130,23 @@ class TestAttention(PublishedBlock):
         for t in range(x.shape[1]):
             weights = (torch.einsum("bhk,bnhk->bhn", q[:, t], k[:, : t + 1]) * q.shape[-1] ** -0.5).softmax(-1)
             outputs.append(torch.einsum("bhn,bnhv->bhv", weights, v[:, : t + 1]))
+        return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
+
+
+class TestForgettingAttention(PublishedBlock):
+    """fla/layers/forgetting_attn.py: no positions, f = sigmoid(W x + c), without norm and gate."""
+
+    rule = "forgetting_attention"
+    starts: ClassVar = {"gates.learned.g.bias": (0.0, 0.0)}
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x)
+        fades = F.logsigmoid(x @ p["gates.project.g.weight"].T + p["gates.learned.g.bias"]).cumsum(1)
+        outputs = []
+        for t in range(x.shape[1]):
+            logits = torch.einsum("bhk,bnhk->bnh", q[:, t], k[:, : t + 1]) * q.shape[-1] ** -0.5
+            weights = (logits + fades[:, t, None] - fades[:, : t + 1]).softmax(1)
+            outputs.append(torch.einsum("bnh,bnhv->bhv", weights, v[:, : t + 1]))
         return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
 
 

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from tests.support.published_block import (
     HEADS,
     STEP_SIZES,
@@ -17,6 +15,7 @@ from tests.support.published_block import (
     rms,
     unit,
 )
+from torch import Tensor
 
 DECAY_FROM_0: Mapping[str, tuple[float, float]] = {
     "gates.learned.g.log_a": (-math.inf, math.log(16)),
@@ -114,3 +113,148 @@ class TestComba(PublishedBlock):
             outputs.append(read(state, q[:, t]))
         o = rms(torch.stack(outputs, 1), p["norm.weight"]).flatten(-2)
         return (o * (x @ p["gate.weight"].T).sigmoid()) @ p["out.weight"].T
+
+
+class TestKDA(PublishedBlock):
+    """fla/layers/kda.py: the decay has an a for each head and goes through V channels, as the output gate does."""
+
+    rule = "kda"
+    starts: ClassVar = {
+        "gates.learned.g.log_a": (0.0, math.log(16)),
+        "gates.learned.g.dt_bias": STEP_SIZES,
+        "gate.1.bias": (0.0, 0.0),
+    }
+    settings: ClassVar = {"expand_v": 1.5}
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v, alpha = channel_decayed(p, x)
+        beta = (x @ p["gates.project.beta.weight"].T).sigmoid()
+        state, outputs = x.new_zeros(len(x), HEADS, q.shape[-1], v.shape[-1]), []
+        for t in range(x.shape[1]):
+            state = delta(alpha[:, t, ..., None] * state, k[:, t], v[:, t], beta[:, t])
+            outputs.append(read(state, q[:, t]))
+        return low_rank_gated(p, x, torch.stack(outputs, 1))
+
+
+class TestGatedDeltaNet2(PublishedBlock):
+    """fla/layers/gdn2.py: KDA's decay and gate, an erase gate b of K channels and a write gate w of V channels."""
+
+    rule = "gated_deltanet2"
+    starts: ClassVar = TestKDA.starts
+    settings: ClassVar = {"expand_v": 1.5}
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v, alpha = channel_decayed(p, x)
+        b, w = ((x @ p[f"gates.project.{n}.weight"].T).sigmoid().unflatten(-1, (HEADS, -1)) for n in "bw")
+        state, outputs = x.new_zeros(len(x), HEADS, q.shape[-1], v.shape[-1]), []
+        for t in range(x.shape[1]):
+            state = alpha[:, t, ..., None] * state
+            error = w[:, t] * v[:, t] - torch.einsum("bhk,bhkv->bhv", b[:, t] * k[:, t], state)
+            state = state + k[:, t, ..., None] * error[:, :, None]
+            outputs.append(read(state, q[:, t]))
+        return low_rank_gated(p, x, torch.stack(outputs, 1))
+
+
+def channel_decayed(p: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = map(F.silu, projected(p, x))
+    f = x @ p["gates.project.g.0.weight"].T @ p["gates.project.g.1.weight"].T
+    a, c = p["gates.learned.g.log_a"].exp(), p["gates.learned.g.dt_bias"]
+    assert a.shape == (HEADS,)
+    assert len(p["gates.project.g.0.weight"]) == v.shape[-1]
+    return unit(q), unit(k), v, (-a[:, None] * F.softplus(f.unflatten(-1, (HEADS, -1)) + c)).exp()
+
+
+def low_rank_gated(p: Mapping[str, Tensor], x: Tensor, o: Tensor) -> Tensor:
+    gate = x @ p["gate.0.weight"].T @ p["gate.1.weight"].T + p["gate.1.bias"]
+    return (rms(o, p["norm.weight"]).flatten(-2) * gate.sigmoid()) @ p["out.weight"].T
+
+
+class TestMesaNet(PublishedBlock):
+    """fla/layers/mesa_net.py, with naive_mesa_net_exact: scale 1, g and beta with a bias, no SiLU on v, no gate."""
+
+    rule = "mesa_net"
+    starts: ClassVar = {
+        "gates.learned.g.bias": (0.0, 0.0),
+        "gates.learned.beta.bias": (0.0, 0.0),
+        "gates.learned.ridge.c": (math.log(math.expm1(0.75)), math.log(math.expm1(0.75))),
+    }
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x)
+        q, k = unit(F.silu(q)), unit(F.silu(k))
+        g, beta = (x @ p[f"gates.project.{n}.weight"].T + p[f"gates.learned.{n}.bias"] for n in ("g", "beta"))
+        alpha, beta, ridge = g.sigmoid(), beta.sigmoid(), F.softplus(p["gates.learned.ridge.c"]) + 0.25
+        h_kk = h_kv = x.new_zeros(len(x), HEADS, q.shape[-1], q.shape[-1])
+        outputs = []
+        for t in range(x.shape[1]):
+            kept, written = alpha[:, t, :, None, None], (beta[:, t, :, None] * k[:, t])[..., None]
+            h_kk, h_kv = kept * h_kk + written * k[:, t, :, None], kept * h_kv + written * v[:, t, :, None]
+            solved = torch.linalg.solve(h_kk + torch.diag_embed(ridge), q[:, t])
+            outputs.append(torch.einsum("bhk,bhkv->bhv", solved, h_kv))
+        return rms(torch.stack(outputs, 1), p["norm.weight"]).flatten(-2) @ p["out.weight"].T
+
+
+class TestGKA(PublishedBlock):
+    """Algorithm 1 of arXiv:2511.21016, 30 iterations from 2 q / (L + mu), with lambda = .02 |H|_F and mu = lambda."""
+
+    rule = "gka"
+    # The rule has the gradient of the exact solution, and the loop that of its iterations: up to 1.7e-2 apart.
+    gradient_error = 2e-2
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = map(F.silu, projected(p, x))
+        q, k, alpha = unit(q), unit(k), decay(p, x).exp()
+        gram = memory = x.new_zeros(len(x), HEADS, q.shape[-1], q.shape[-1])
+        outputs = []
+        for t in range(x.shape[1]):
+            kept, key = alpha[:, t, :, None, None], k[:, t, ..., None]
+            gram, memory = kept * gram + key * k[:, t, :, None], kept * memory + key * v[:, t, :, None]
+            norm = gram.square().sum((-2, -1)).sqrt()[..., None]
+            least, most = 0.02 * norm, 1.02 * norm
+            rho, omega = (most - least) / (most + least), 2.0
+            before, xi = torch.zeros_like(q[:, t]), 2 * q[:, t] / (most + least)
+            for _ in range(30):
+                omega = 4 / (4 - rho**2 * omega)
+                slope = torch.einsum("bhkj,bhj->bhk", gram, xi) + least * xi - q[:, t]
+                before, xi = xi, xi - 2 * omega / (most + least) * slope + (omega - 1) * (xi - before)
+            outputs.append(read(memory, xi))
+        o = rms(torch.stack(outputs, 1), p["norm.weight"]).flatten(-2)
+        return (o * (x @ p["gate.weight"].T).sigmoid()) @ p["out.weight"].T
+
+
+class ResidualBlock(PublishedBlock):
+    """Listing 1 of "Enhancing linear attention with residual learning", with SiLU on q and k alone."""
+
+    erases: ClassVar[bool]
+    starts: ClassVar = {"gates.learned.g.log_a": (0.0, math.log(16)), "gates.learned.g.dt_bias": STEP_SIZES}
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x)
+        q, k, alpha = unit(F.silu(q)), unit(F.silu(k)), decay(p, x).exp()[..., None, None]
+        beta, gamma = ((x @ p[f"gates.project.{n}.weight"].T).sigmoid() for n in ("beta", "gamma"))
+        state = second = x.new_zeros(len(x), HEADS, q.shape[-1], v.shape[-1])
+        outputs = []
+        for t in range(x.shape[1]):
+            r = (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)).clip(-1, 1)
+            o = alpha[:, t, ..., 0] * read(state, q[:, t])
+            second = alpha[:, t] * self.written(second, k[:, t], r, gamma[:, t], alpha[:, t])
+            outputs.append(o + gamma[:, t, :, None] * read(second, q[:, t]))
+            state = alpha[:, t] * self.written(state, k[:, t], v[:, t], beta[:, t], alpha[:, t])
+        o = rms(torch.stack(outputs, 1), p["norm.weight"]).flatten(-2)
+        return (o * (x @ p["gate.weight"].T).sigmoid()) @ p["out.weight"].T
+
+    def written(self, state: Tensor, k: Tensor, v: Tensor, strength: Tensor, alpha: Tensor) -> Tensor:
+        """The state before its decay: alpha (I - beta k k^T) S + beta k v^T is alpha times this."""
+        rate = strength[..., None, None] * k[..., None]
+        erased = state - rate * torch.einsum("bhk,bhkv->bhv", k, state)[:, :, None] if self.erases else state
+        return erased + rate * v[:, :, None] / alpha
+
+
+class TestRLA(ResidualBlock):
+    rule = "rla"
+    erases = False
+
+
+class TestRDN(ResidualBlock):
+    rule = "rdn"
+    erases = True

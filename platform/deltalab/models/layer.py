@@ -99,7 +99,7 @@ class Gates(nn.Module):
         key_dim: K.
         value_dim: V.
         steps: The steps per token of gates `per` step.
-        bias: Whether the second matrix of a gate with a rank has a bias.
+        bias: Whether the second matrix of a gate with a rank has a bias. KDA's decays have none: they add a c.
     """
 
     def __init__(
@@ -123,14 +123,16 @@ class Gates(nn.Module):
             if gate.of is not None:
                 continue
             shape = self.shapes[name]
-            width = math.prod(shape) * (steps if gate.per == "step" else 1)
+            width = math.prod(shape[gate.one_projection :]) * (steps if gate.per == "step" else 1)
             if gate.projected and gate.rank is None:
                 self.project[name] = linear(d_model, width)
             elif gate.projected and gate.rank is not None:
+                rank = gate.rank or value_dim
                 self.project[name] = nn.Sequential(
-                    linear(d_model, gate.rank), linear(gate.rank, width, bias=bias, widens=False)
+                    linear(d_model, rank), linear(rank, width, bias=bias and not gate.by_head, widens=False)
                 )
-            self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shape)
+            shapes = {p: gate.parameter_shape(p, shape) for p in gate.parameters}
+            self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shapes)
 
     def weights(self) -> list[Tensor]:
         """Returns the matrices that x is multiplied by, [..., d] each."""
@@ -151,6 +153,8 @@ class Gates(nn.Module):
             z = z.to(torch.promote_types(z.dtype, torch.float32))
             if self.gates[name].per == "step":
                 z = z.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)
+            elif self.gates[name].one_projection:
+                z = z.unsqueeze(2).expand(*z.shape[:2], *self.shapes[name])
             elif len(self.shapes[name]) > 1:
                 z = z.unflatten(-1, self.shapes[name])
             projected[name] = z
@@ -286,7 +290,7 @@ class TokenShift(nn.Module):
 
     def __init__(self, d_model: int, readers: Sequence[str]) -> None:
         super().__init__()
-        self.share = Parameters(dict.fromkeys(readers, Ramp()), (d_model,))
+        self.share = Parameters(dict.fromkeys(readers, Ramp()), dict.fromkeys(readers, (d_model,)))
 
     def forward(self, x: Tensor, last: Tensor | None, packed: Sequences | None = None) -> dict[str, Tensor]:
         """Computes the mean of each reader.
@@ -326,7 +330,8 @@ class RuleLayer(Started):
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1}.
         output_norm: The norm of each head's output, a kind of `HeadNorm`.
         output_gate: The gate of the output, a kind of `HeadNorm`.
-        gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix.
+        gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix, 0 for
+            `value_dim`.
         features: The activation of q, k and v, a kind of `FEATURES`; None for that of the rule.
         scale: The factor of the output; None for that of the rule, which is K ** -0.5 for nearly all rules.
         low_rank_bias: Whether the second matrix of each projection W_1 W_2 x has a bias.
@@ -372,7 +377,8 @@ class RuleLayer(Started):
     ) -> None:
         super().__init__()
         rule = rule if isinstance(rule, UpdateRule) else get_rule(rule)
-        _whole(1, d_model=d_model, heads=heads, key_dim=key_dim, value_dim=value_dim, gate_rank=gate_rank)
+        _whole(1, d_model=d_model, heads=heads, key_dim=key_dim, value_dim=value_dim)
+        _whole(0, gate_rank=gate_rank)
         _whole(1, qk_heads=qk_heads, kv_heads=kv_heads, chunk_size=chunk_size)
         _whole(0, conv=conv)
         _kinds(output_norm=output_norm, output_gate=output_gate, features=features, backend=backend)
@@ -416,8 +422,9 @@ class RuleLayer(Started):
             if gate_rank is None:
                 self.gate = linear(d_model, width)
             else:
-                second = linear(gate_rank, width, bias=low_rank_bias, widens=False)
-                self.gate = nn.Sequential(linear(d_model, gate_rank), second)
+                rank = gate_rank or value_dim
+                second = linear(rank, width, bias=low_rank_bias, widens=False)
+                self.gate = nn.Sequential(linear(d_model, rank), second)
         more_readers = [
             *(["gates"] if self.gates.weights() or vectors else []),
             *(["gate"] if self.gate is not None else []),

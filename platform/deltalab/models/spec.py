@@ -102,7 +102,8 @@ class ModelSpec:
             rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, group.
         output_gate: The function of W x that multiplies the normed output: none (or false), sigmoid (or true), silu
             (swish). With sigmoid_before_norm and silu_before_norm, it multiplies before the norm (Mamba2).
-        gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix.
+        gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix, 0 for
+            the width of a head's values (KDA).
         features: The activation of q, k and v after their convolution, a kind of `FEATURES`: unit (SiLU and unit norm
             on q and k, SiLU on v), silu (SiLU on all three), unit_qk and silu_qk (the same without SiLU on v), raw (no
             activation). None is that of the rule.
@@ -349,7 +350,7 @@ class ModelSpec:
             plain = {"none": False, "rms": True, "sigmoid": True}
             object.__setattr__(self, name, plain.get(kind, kind))
         if self.gate_rank is not None:
-            _whole("gate_rank", self.gate_rank, least=1)
+            _whole("gate_rank", self.gate_rank, least=0)
             if self.output_gate is False:
                 raise InputError("model.gate_rank has no effect without output_gate: say null, or a kind of gate")
         if str(self.output_gate).endswith("before_norm") and self.output_norm is False:

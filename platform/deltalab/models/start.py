@@ -112,12 +112,12 @@ class Linear(Started, nn.Linear):
 
 
 class Parameters(Started, nn.ParameterDict):
-    """Parameters of one shape, by name."""
+    """Parameters by name, each with its start and its shape."""
 
-    def __init__(self, starts: Mapping[str, Start], shape: tuple[int, ...]) -> None:
+    def __init__(self, starts: Mapping[str, Start], shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
         for name in sorted(starts):  # as nn.ParameterDict orders a mapping
-            self[name] = self.drawn(name, starts[name], *shape)
+            self[name] = self.drawn(name, starts[name], *shapes[name])
 
 
 def linear(

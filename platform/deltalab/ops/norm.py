@@ -10,6 +10,7 @@ EPS = 1e-5
 """Added to a mean of squares."""
 
 HEAD_NORMS = ("none", "rms", "rms_unweighted", "rms_all", "rms_all_of_silu", "layer", "group")
+OVER_ALL = ("rms_all", "rms_all_of_silu")
 HEAD_GATES = ("none", "sigmoid", "silu", "sigmoid_before_norm", "silu_before_norm")
 """The norms and the gates of `HeadNorm`."""
 
@@ -54,8 +55,9 @@ class HeadNorm(nn.Module):
         heads: H.
         norm: The norm of each head, where w starts at 1 and b at 0. `rms` (or True) is w o / (mean(o^2) + eps)^(1/2)
             with w [V], and `rms_unweighted` has no w. `rms_all` takes the mean over the channels of all heads, with
-            w [H V], and `rms_all_of_silu` is the same norm of SiLU(o). `layer` is w (o - mean(o)) / (var(o) + eps)^(1/2) + b with w and b [V], and `group` is the same
-            with w and b [H V]. `none` (or False) is no norm.
+            w [H V], and `rms_all_of_silu` is the same norm of SiLU(o). `layer` is
+            w (o - mean(o)) / (var(o) + eps)^(1/2) + b with w and b [V], and `group` is the same with w and b [H V].
+            `none` (or False) is no norm.
         gate: `sigmoid` (or True) is norm(o) sigmoid(z), and `silu` is norm(o) z sigmoid(z). A gate whose name ends in
             `before_norm` comes before the norm. `none` (or False) is no gate.
         eps: Added to the mean or variance.
@@ -74,7 +76,7 @@ class HeadNorm(nn.Module):
         self.gate_first = kind.endswith("before_norm")
         self.activation = F.silu if kind.startswith("silu") else torch.sigmoid
         self.has_kernel = self.kind in ("rms", "none") and kind in ("sigmoid", "none")
-        channels = heads * width if self.kind in ("rms_all", "rms_all_of_silu", "group") else width
+        channels = heads * width if self.kind in (*OVER_ALL, "group") else width
         weighted, biased = self.kind not in ("none", "rms_unweighted"), self.kind in ("layer", "group")
         self.register_parameter("weight", nn.Parameter(torch.empty(channels)) if weighted else None)
         self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if biased else None)
@@ -109,7 +111,7 @@ class HeadNorm(nn.Module):
         if self.kind == "layer":
             return F.layer_norm(o, shape, self.weight, self.bias, self.eps)
         assert self.weight is not None
-        if self.kind in ("rms_all", "rms_all_of_silu"):
+        if self.kind in OVER_ALL:
             o = F.silu(o) if self.kind == "rms_all_of_silu" else o
             return F.rms_norm(o.flatten(-2), self.weight.shape, self.weight, self.eps).view(o.shape)
         assert self.bias is not None

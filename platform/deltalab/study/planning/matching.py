@@ -263,11 +263,11 @@ def dimensions(config: Config) -> list[str]:
     paths = ["model.key_dim", "model.expand_v", "model.d_model"]
     if config["model"]["mlp"] and config["model"]["block"] == "transformer":
         paths.append("model.mlp_width")
-    if config["model"]["gate_rank"] is not None:
+    if config["model"]["gate_rank"]:
         paths.append("model.gate_rank")
     for knob, value in config["rule"].items():
         if isinstance(value, dict):
-            paths += [f"rule.{knob}.{kind}.rank" for kind, options in value.items() if "rank" in options]
+            paths += [f"rule.{knob}.{kind}.rank" for kind, options in value.items() if options.get("rank")]
         elif isinstance(value, int) and not isinstance(value, bool):
             paths.append(f"rule.{knob}")
     return paths
