@@ -1,7 +1,7 @@
 """Log-linear attention: the past in a logarithmic number of states, each of them read with a strength of its own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +27,24 @@ def level_strength(levels: float = 12) -> Gate:
 def head_level_strength(levels: float = 12) -> Gate:
     """softplus(c) with a learned c for each of `levels` levels of each head, 1 at the start."""
     return _strength(levels, projected=False)
+
+
+@parameterization
+def scaled_level_strength(levels: float = 15) -> Gate:
+    """softplus(L W x) with a learned L for each of `levels` levels of each head, 1 at the start: the authors' code."""
+    return replace(
+        _strength(levels, projected=True),
+        parameters={"scale": lambda shape, generator: torch.ones(shape)},
+        value=lambda z, p: F.softplus(p["scale"] * z),
+    )
+
+
+@parameterization
+def counted_decay() -> Gate:
+    """`mamba2_decay` whose a starts at 1, 2, ... H."""
+    start = forms.mamba2_decay().parameters["dt_bias"]
+    counted = {"log_a": lambda shape, generator: torch.arange(1.0, 1 + shape[0]).log(), "dt_bias": start}
+    return replace(forms.mamba2_decay(), parameters=counted)
 
 
 def _strength(levels: float, *, projected: bool) -> Gate:
@@ -59,12 +77,24 @@ class LogLinearAttention(UpdateRule):
 
     name: ClassVar[str] = "log_linear_attention"
     paper: ClassVar[str] = "arXiv:2506.04761"
+    published = {
+        "source": "fla/layers/log_linear_mamba2.py of fla-org/flash-linear-attention",
+        "knobs": {"strength": "scaled_level_strength", "g": "counted_decay", "beta": "mamba2_step"},
+        "layer": {
+            "qk_heads": 1, "features": "silu", "scale": 1.0, "conv_bias": True, "skip": True,
+            "output_norm": "rms_all", "output_gate": "silu_before_norm",
+        },
+    }  # fmt: skip
     ignores: ClassVar[frozenset[str]] = frozenset({"strength"})  # of the levels that a sequence is too short for
 
-    strength: Gate = knob(level_strength(), head_level_strength(), forms.const(1))
-    g: Gate = knob(forms.mamba2_decay(), forms.const(0))
-    beta: Gate = knob(forms.sigmoid(), forms.const(1))
+    strength: Gate = knob(level_strength(), head_level_strength(), forms.const(1), scaled_level_strength())
+    g: Gate = knob(forms.mamba2_decay(), forms.const(0), counted_decay())
+    beta: Gate = knob(forms.sigmoid(), forms.const(1), forms.mamba2_step())
     erases: bool = knob(False, True)
+
+    def __post_init__(self) -> None:
+        if self.beta.of and self.g.constant:
+            raise InputError(f"{self.name}.beta mamba2_step shares g's projection, which a constant g lacks")
 
     @property
     def levels(self) -> int:

@@ -44,6 +44,23 @@ def angular_velocity(pairs: float = 2) -> Gate:
     return Gate(per="slot", slots=int(pairs), low=-pi, high=pi, value=lambda z, p: pi * z.tanh())
 
 
+@parameterization
+def shared_angular_velocity(pairs: float = 2) -> Gate:
+    """theta = pi tanh(W x), one for each pair of key channels, which all heads share, as in the authors' code."""
+    return replace(angular_velocity(pairs), one_projection=True)
+
+
+@parameterization
+def heavy_tailed_rate() -> Gate:
+    """-A = 1 + z where z = W x is not negative, else 1 / (1 - z), at least 1e-4: the rate of the authors' code."""
+    return Gate(
+        per="token",
+        low=1e-4,
+        high=torch.inf,
+        value=lambda z, p: (z.clamp_min(0) + 1 / (1 - z.clamp_max(0))).clamp_min(1e-4),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mamba3(UpdateRule):
     """h_t = alpha_t h_{t-1} + (1 - lambda_t) Delta_t alpha_t B_{t-1} v_{t-1}^T + lambda_t Delta_t B_t v_t^T
@@ -53,23 +70,34 @@ class Mamba3(UpdateRule):
 
     Lahoti et al. 2026 (arXiv:2603.15569), SISO: the exponential-trapezoidal rule (Prop. 1), and a complex state as a
     rotation of B and C that depends on the data (Prop. 4). lambda is `lam`; a is -A. norm divides by the root mean
-    square, without weights; b and c are learned for each head and channel. The skip D x is the layer's, and so is the
-    convolution, which they drop (`conv: 0`). phi and the last B and v are carried from token to token. lam: const(1)
-    takes the trapezoid away: Mamba-2's rule, with one write per token. theta: const(0) is the real state. Ours turns
-    channels p and p + pairs where theirs turns neighbours: a permutation of the channels.
+    square, without weights; normalize: false leaves it to the layer, whose `qk_norm` has weights. b and c are learned
+    for each head and channel. The skip D x is the layer's, and so is the convolution, which they drop (`conv: 0`). phi
+    in [0, 2 pi) and the last B and v are carried from token to token. lam: const(1) takes the trapezoid away: Mamba-2's
+    rule, with one write per token. theta: const(0) is the real state, and shared_angular_velocity is one for all heads.
+    Ours turns channels p and p + pairs where theirs turns neighbours: a permutation of the channels.
 
     Costs what sgla costs with two rows per token; with lam const(1), with one.
     """
 
     name: ClassVar[str] = "mamba3"
     paper: ClassVar[str] = "arXiv:2603.15569"
+    published = {
+        "source": "mamba_ssm/modules/mamba3.py of state-spaces/mamba, SISO",
+        "knobs": {"a": "heavy_tailed_rate", "theta": "shared_angular_velocity", "normalize": False},
+        "layer": {
+            "conv": 0, "qk_heads": 1, "qk_norm": True, "scale": 1.0, "skip": True, "output_norm": False,
+            "output_gate": "silu",
+        },
+        "lacks": "K / 4 pairs of channels that turn: their number is the option pairs of theta, 2 as it stands, a size",
+    }  # fmt: skip
 
     dt: Gate = knob(step_size())
-    a: Gate = knob(rate(), gates.const(1))
+    a: Gate = knob(rate(), gates.const(1), heavy_tailed_rate())
     lam: Gate = knob(gates.sigmoid(), gates.const(1))
-    theta: Gate = knob(angular_velocity(), gates.const(0))
+    theta: Gate = knob(angular_velocity(), gates.const(0), shared_angular_velocity())
     b: Gate = knob(gates.head_channel(init=1), gates.const(0))
     c: Gate = knob(gates.head_channel(init=1), gates.const(0))
+    normalize: bool = knob(True, False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transition", DECAY if self.lam.constant else TWO_WRITES)
@@ -101,9 +129,10 @@ class Mamba3(UpdateRule):
         c: Tensor,
         carry: tuple[Tensor, ...],
     ) -> Operands:
-        q, k, v, turned = *_normalized(dt, q, c, k, b), v.to(dt.dtype), []
+        q, k, v, turned = *self._biased(dt, q, c, k, b), v.to(dt.dtype), []
         if not self.theta.constant:
-            phase = carry[0][:, None] + (dt[..., None] * theta).cumsum(1)
+            # In fp32 the sum of 16,000 angles would be off by 1e-3.
+            phase = _wrapped(carry[0][:, None] + (dt.double()[..., None] * theta).cumsum(1)).to(dt.dtype)
             q, k, turned = _turned(q, phase), _turned(k, phase), [phase[:, -1]]
         g = -dt * a
         if self.lam.constant:
@@ -135,9 +164,9 @@ class Mamba3(UpdateRule):
     ) -> tuple[Tensor, State]:
         S, *carry = state
         turned: list[Tensor] = []
-        q, k = _normalized(dt, q, c, k, b)
+        q, k = self._biased(dt, q, c, k, b)
         if not self.theta.constant:
-            turned = [carry[0] + dt[..., None] * theta]
+            turned = [_wrapped(carry[0] + dt[..., None] * theta)]
             q, k = _turned(q, turned[0]), _turned(k, turned[0])
         alpha, dt, lam = (x[..., None, None] for x in ((-dt * a).exp(), dt, lam))
         S = alpha * S + lam * dt * k[..., None] * v[..., None, :]
@@ -146,12 +175,18 @@ class Mamba3(UpdateRule):
             turned += [k, v]
         return scale * torch.einsum("bhk,bhkv->bhv", q, S), (S, *turned)
 
+    def _biased(self, dt: Tensor, q: Tensor, c: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k in dt's dtype with their biases added, and before that a root mean square of 1 if `normalize`."""
+        c, b = (bias if bias.dim() > 1 else bias[:, None] for bias in (c, b))
+        q, k = q.to(dt.dtype), k.to(dt.dtype)
+        if self.normalize:
+            q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for x in (q, k))
+        return q + c, k + b
 
-def _normalized(dt: Tensor, q: Tensor, c: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k in dt's dtype with a root mean square of 1, and their biases added."""
-    c, b = (bias if bias.dim() > 1 else bias[:, None] for bias in (c, b))
-    q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for x in (q.to(dt.dtype), k.to(dt.dtype)))
-    return q + c, k + b
+
+def _wrapped(phase: Tensor) -> Tensor:
+    """The phase in [0, 2 pi)."""
+    return phase.remainder(2 * pi)
 
 
 def _turned(x: Tensor, phase: Tensor) -> Tensor:

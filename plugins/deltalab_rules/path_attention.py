@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deltalab import gates as forms
+from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.rule import State, UpdateRule, knob
 from deltalab.softmax import nothing_seen, sums_between
@@ -22,7 +23,8 @@ class PathAttention(UpdateRule):
     P_t = I - beta_t w_t w_t^T,   |w_t| = 1
 
     Yang et al. 2025 (arXiv:2505.16381): w is projected besides q, k and v, and beta = 2 sigmoid(W x) reaches
-    reflections. g = 0 is PaTH, another g is PaTH-FoX. The state is the keys as all tokens so far have turned them, the
+    reflections. g = 0 is PaTH, another g is PaTH-FoX. scaled_g: true puts the sum of g into the scale, as FLA's kernel
+    does: softmax(scale (q^T P k + g)). The state is the keys as all tokens so far have turned them, the
     values, and the sum of g since each: [B, H, n, K], [B, H, n, V] and [B, H, n, 1]. The parallel form inverts a
     triangular matrix, as DeltaNet's does. A token costs n (3 K + V) after n tokens: it turns every key.
     """
@@ -33,6 +35,11 @@ class PathAttention(UpdateRule):
     w: Gate = knob(forms.unit_vector(rank=16), forms.unit_vector())
     beta: Gate = knob(forms.sigmoid(max=2), forms.sigmoid(max=1))
     g: Gate = knob(forms.const(0), forms.metala_decay())
+    scaled_g: bool = knob(False, True)
+
+    def __post_init__(self) -> None:
+        if self.scaled_g and self.g.constant:
+            raise InputError(f"{self.name}.scaled_g has no effect where g is constant: leave it out")
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:
@@ -56,7 +63,7 @@ class PathAttention(UpdateRule):
         logits = q @ keys.transpose(-1, -2) - (q @ w.transpose(-1, -2)).tril() @ moved
         g = g.clamp_min(LEAST)
         faded = torch.cat([since.transpose(-1, -2) + g.cumsum(2), sums_between(g[..., 0])], dim=-1)
-        o = (scale * logits + faded).softmax(-1) @ values
+        o = (scale * logits + (scale if self.scaled_g else 1.0) * faded).softmax(-1) @ values
         return o.transpose(1, 2), (keys - moved.transpose(-1, -2) @ w, values, faded[:, :, -1, :, None])
 
     def step(
@@ -68,5 +75,6 @@ class PathAttention(UpdateRule):
         turned = keys - beta * (keys * w).sum(-1, keepdim=True) * w
         keys, values = torch.cat([turned, k[:, :, None]], dim=2), torch.cat([values, v[:, :, None]], dim=2)
         since = torch.cat([since + g.clamp_min(LEAST), torch.zeros_like(g)], dim=2)
-        weights = (scale * torch.einsum("bhk,bhnk->bhn", q, keys) + since[..., 0]).softmax(-1)
+        fades = (scale if self.scaled_g else 1.0) * since[..., 0]
+        weights = (scale * torch.einsum("bhk,bhnk->bhn", q, keys) + fades).softmax(-1)
         return torch.einsum("bhn,bhnv->bhv", weights, values), (keys, values, since)

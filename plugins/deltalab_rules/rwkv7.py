@@ -27,6 +27,16 @@ class RWKV7(UpdateRule):
 
     name: ClassVar[str] = "rwkv7"
     paper: ClassVar[str] = "arXiv:2503.14456"
+    published = {
+        "source": "fla/layers/rwkv7.py of fla-org/flash-linear-attention",
+        "knobs": {"xi": {"head_channel": {"init": 0.71}}, "rho": {"head_channel": {"init": 1.02}}},
+        "layer": {"conv": 0, "token_shift": True, "scale": 1.0, "output_norm": "group", "gate_rank": 32},
+        "lacks": (
+            "the bonus of the current token, the residual to the first layer's v, tanh inside the decay's projection, "
+            "the bias of a, the sigmoid inside the output gate's projection in the place of outside, token shifts of their "
+            "own for decay and a, an eps of the norm that is K times as large, and starts that differ by channel"
+        ),
+    }
 
     transition: Transition = Transition(name="rwkv7", decay="diagonal", low_rank="free", reads="state")
     g: Gate = knob(gates.rwkv7_decay())

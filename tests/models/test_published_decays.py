@@ -49,6 +49,86 @@ class TestMamba2(PublishedBlock):
         return y @ p["out.weight"].T
 
 
+class TestLogLinearAttention(PublishedBlock):
+    """fla/layers/log_linear_mamba2.py: Mamba2 whose past is read level by level, at softplus(L dl), a from 1 to H."""
+
+    rule = "log_linear_attention"
+    starts: ClassVar = {
+        "gates.learned.g.log_a": (0.0, math.log(64)),
+        "gates.learned.g.dt_bias": STEP_SIZES,
+        "gates.learned.strength.scale": (1.0, 1.0),
+        "skip": (1.0, 1.0),
+    }
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        z = x @ p["gate.weight"].T
+        xbc = F.silu(convolved(x @ p["qkv.weight"].T, p["conv"], p["conv_bias"]))
+        c, b, values = xbc.split([WIDTH // HEADS, WIDTH // HEADS, WIDTH], dim=-1)
+        values = values.unflatten(-1, (HEADS, -1))
+        dt = F.softplus(x @ p["gates.project.g.weight"].T + p["gates.learned.g.dt_bias"])
+        faded = (-p["gates.learned.g.log_a"].exp() * dt).cumsum(1)
+        dl = (x @ p["gates.project.strength.weight"].T).unflatten(-1, (HEADS, 15))
+        strength = F.softplus(p["gates.learned.strength.scale"] * dl)
+        outputs = []
+        for t in range(x.shape[1]):
+            o = p["skip"][:, None] * values[:, t]
+            for i in range(t + 1):
+                weight = (faded[:, t] - faded[:, i]).exp() * strength[:, t, :, level(t, i)] * dt[:, i]
+                o = o + (weight * (c[:, t] * b[:, i]).sum(-1, keepdim=True))[..., None] * values[:, i]
+            outputs.append(o)
+        y = torch.stack(outputs, 1).flatten(-2) * F.silu(z)
+        return rms(y, p["norm.weight"]) @ p["out.weight"].T
+
+
+def level(t: int, i: int) -> int:
+    """The level of token i at time t, by construct_level_mask of fla/ops/log_linear_attn/naive.py."""
+    if t == i:
+        return 0
+    for one in range(1, 15):
+        half = 1 << (one - 1)
+        if t % (2 * half) >= half and t - t % half - half <= i < t - t % half:
+            return one
+    raise AssertionError
+
+
+class TestMamba3(PublishedBlock):
+    """mamba_ssm/modules/mamba3.py, SISO without is_outproj_norm: neighbouring channels turn by tanh(angle) pi dt."""
+
+    rule = "mamba3"
+    starts: ClassVar = {
+        "gates.learned.dt.dt_bias": STEP_SIZES,
+        "gates.learned.b.value": (1.0, 1.0),
+        "gates.learned.c.value": (1.0, 1.0),
+        "skip": (1.0, 1.0),
+    }
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        c, b, values = (x @ p["qkv.weight"].T).split([WIDTH // HEADS, WIDTH // HEADS, WIDTH], dim=-1)
+        values = values.unflatten(-1, (HEADS, -1))
+        gates = {name: x @ p[f"gates.project.{name}.weight"].T for name in ("dt", "a", "lam", "theta")}
+        dt, trap = F.softplus(gates["dt"] + p["gates.learned.dt.dt_bias"]), gates["lam"].sigmoid()
+        rate = torch.where(gates["a"] >= 0, 1 + gates["a"], 1 / (1 - gates["a"].clamp_max(0)))
+        assert gates["theta"].shape[-1] == 2, "all heads share K / 4 angles"
+        b = rms(b, p["k_norm.weight"])[:, :, None] + p["gates.learned.b.value"]
+        c = rms(c, p["q_norm.weight"])[:, :, None] + p["gates.learned.c.value"]
+        angle = ((gates["theta"].tanh() * math.pi)[:, :, None] * dt[..., None]).cumsum(1)
+        b, c = pairwise(b, angle), pairwise(c, angle)
+        h, last, outputs = x.new_zeros(len(x), HEADS, b.shape[-1], values.shape[-1]), 0.0, []
+        for t in range(x.shape[1]):
+            alpha = (-rate * dt)[:, t].exp()[..., None, None]
+            new = b[:, t, :, :, None] * values[:, t, :, None]
+            gamma, past = ((share * dt)[:, t, :, None, None] for share in (trap, 1 - trap))
+            h, last = alpha * h + past * alpha * last + gamma * new, new
+            outputs.append(torch.einsum("bhk,bhkv->bhv", c[:, t], h) + p["skip"][:, None] * values[:, t])
+        return (torch.stack(outputs, 1).flatten(-2) * F.silu(x @ p["gate.weight"].T)) @ p["out.weight"].T
+
+
+def pairwise(x: Tensor, angle: Tensor) -> Tensor:
+    """Turns channels 2 p and 2 p + 1, as theirs, after our channels p and p + 2 were laid side by side."""
+    pairs = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([torch.view_as_real(pairs).flatten(-2), x[..., 4:]], dim=-1)
+
+
 class TestGLA(PublishedBlock):
     """fla/layers/gla.py: gk_proj through 16 channels with a bias, swish gate after the norm of each head."""
 

@@ -258,3 +258,39 @@ class TestRLA(ResidualBlock):
 class TestRDN(ResidualBlock):
     rule = "rdn"
     erases = True
+
+
+class TestRWKV7(PublishedBlock):
+    """fla/layers/rwkv7.py without what `lacks` names: token shift, kk = k k_k to unit norm, k (1 + (a - 1) k_a)."""
+
+    rule = "rwkv7"
+    starts: ClassVar = {
+        "gates.learned.xi.value": (0.71, 0.71),
+        "gates.learned.rho.value": (1.02, 1.02),
+        "gates.learned.g.bias": (-6.0, -1.0),
+    }
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        shifted = {n: x + (before - x) * p[f"shift.share.{n}"] for n in ("q", "k", "v", "gates", "gate")}
+        weights = zip("qkv", p["qkv.weight"].chunk(3), strict=True)
+        r, k, v = ((shifted[n] @ weight.T).unflatten(-1, (HEADS, -1)) for n, weight in weights)
+        low, a = (
+            (shifted["gates"] @ p[f"gates.project.{n}.0.weight"].T @ p[f"gates.project.{n}.1.weight"].T).unflatten(
+                -1, (HEADS, -1)
+            )
+            for n in "ga"
+        )
+        w, a = -0.6065306597126334 * (low + p["gates.learned.g.bias"]).sigmoid(), a.sigmoid()
+        kk = unit(k * p["gates.learned.xi.value"])
+        k = k * (1 + (a - 1) * p["gates.learned.rho.value"])
+        state, outputs = x.new_zeros(len(x), HEADS, k.shape[-1], v.shape[-1]), []
+        for t in range(x.shape[1]):
+            read_by_kk = torch.einsum("bhk,bhkv->bhv", -kk[:, t], state)
+            state = w[:, t, ..., None].exp() * state + (kk * a)[:, t, ..., None] * read_by_kk[:, :, None]
+            state = state + k[:, t, ..., None] * v[:, t, :, None]
+            outputs.append(torch.einsum("bhk,bhkv->bhv", r[:, t], state))
+        o = torch.stack(outputs, 1)
+        o = F.group_norm(o.flatten(0, 1).flatten(-2), HEADS, p["norm.weight"], p["norm.bias"], 1e-5).view(x.shape)
+        gate = (shifted["gate"] @ p["gate.0.weight"].T @ p["gate.1.weight"].T).sigmoid()
+        return (o * gate) @ p["out.weight"].T

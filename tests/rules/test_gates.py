@@ -1,6 +1,7 @@
 """Gate parameterizations against the formulas of arXiv:2506.02475 Table 5 and of their own papers, and their starts."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import deltalab
 from deltalab import gates
+from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.layer import Gates, initialize
 
@@ -184,3 +186,39 @@ def test_steps_start_between_their_ends(make):
     assert ((found["dt"] >= 0.01 - 1e-6) & (found["dt"] <= 0.02 + 1e-6)).all()
     with pytest.raises(deltalab.InputError, match="dt_min must not exceed dt_max"):
         make(dt_min=1.0, dt_max=0.1)
+def test_kdas_decays_have_an_a_for_each_head_and_pass_through_as_many_channels_as_values():
+    """FLA's naive_kda_gate and naive_kda_lowerbound_gate."""
+    given = {"g": gates.kda_decay(), "s": gates.kda_bounded_decay(least=-5)}
+    module = Gates(given, D, H, K, 6)
+    initialize(module, 0)
+    assert module.learned["s"]["log_a"].tolist() == [0, 0, 0]
+    with torch.no_grad():
+        module.learned["s"]["log_a"].copy_(torch.tensor([0.1, 0.2, -0.3]))
+    x = torch.randn(2, 64, D, dtype=torch.float64)
+    got = module.double()(x)
+    z = {name: projected(module, name, x).unflatten(-1, (H, K)) + module.learned[name]["dt_bias"] for name in given}
+    assert all(module.project[name][0].out_features == 6 for name in given)
+    close(got["g"], -module.learned["g"]["log_a"].exp().view(H, 1) * F.softplus(z["g"]))
+    close(got["s"], -5 * (module.learned["s"]["log_a"].exp().view(H, 1) * z["s"]).sigmoid())
+    second = Gates({"g": gates.kda_decay(rank=3)}, D, H, K, 6, bias=True).project["g"]
+    assert (second[0].out_features, second[1].bias) == (3, None)
+
+
+def test_all_heads_may_share_the_angles_of_mamba3():
+    module, x, got = values(deltalab.get_rule("mamba3", theta="shared_angular_velocity").gates)
+    angles = math.pi * projected(module, "theta", x).tanh()
+    assert angles.shape == (2, 64, 2)
+    close(got["theta"], angles[:, :, None].expand(2, 64, H, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gates.mamba2_decay(a_min=-1), "mamba2_decay.a_min must be at least 0, not -1"),
+        (lambda: gates.kda_decay(rank=-1), "kda_decay.rank must be at least 0, not -1"),
+        (lambda: gates.kda_bounded_decay(least=1), "kda_bounded_decay.least must be negative, not 1"),
+    ],
+)
+def test_numbers_that_make_no_gate(make, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        make()

@@ -459,3 +459,25 @@ def test_eflas_strength_and_gradient_are_exact_for_short_and_long_keys(norm):
     (slope,) = torch.autograd.grad(e.sum(), beta)
     assert math.isclose(e.item(), -math.expm1(-norm) / norm, rel_tol=2e-6)
     assert math.isclose(slope.item(), math.exp(-norm), rel_tol=2e-5, abs_tol=1e-7)
+
+
+def test_the_phase_of_mamba3_stays_exact_over_16000_tokens() -> None:
+    """In fp32 a sum of all angles would be off by 1e-3; in [0, 2 pi) the phase is off by its own rounding."""
+    rule, T = deltalab.get_rule("mamba3", lam=1, b=0, c=0), 16_000
+    generator = torch.Generator().manual_seed(0)
+    q, dt, theta = torch.ones(1, T, 1, 4), 0.1 + torch.zeros(1, T, 1), 3 * torch.rand(1, T, 1, 2, generator=generator)
+    given = {"dt": dt, "a": dt, "lam": dt, "theta": theta, "b": torch.zeros(1), "c": torch.zeros(1)}
+    out = {}
+    for dtype in (torch.float32, torch.float64):
+        x, gates = q.to(dtype), {name: value.to(dtype) for name, value in given.items()}
+        out[dtype] = rule.operands(x, x, x, **gates, carry=rule.carried(x, x))
+    assert (out[torch.float32].r - out[torch.float64].r).abs().max() < 2e-6
+    (phase,) = out[torch.float32].carry
+    assert ((phase >= 0) & (phase < 2 * math.pi + 1e-6)).all()
+    x, gates = q.to(torch.float32), given
+    state = rule.start(x, x)
+    for t in range(2000):
+        token = {name: value[:, t] if value.dim() > 2 else value for name, value in gates.items()}
+        _, state = rule.step(x[:, t], x[:, t], x[:, t], scale=1.0, state=state, **token)
+    exact = (dt.double()[..., None] * theta.double())[:, :2000].sum(1).remainder(2 * math.pi)
+    assert (state[1].double() - exact).abs().max() < 1e-4

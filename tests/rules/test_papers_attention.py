@@ -10,6 +10,7 @@ from torch import Tensor
 
 import deltalab
 from deltalab.authoring.inputs import Inputs, draw
+from deltalab.errors import InputError
 from deltalab.rule import UpdateRule
 
 B, T, H, K, V = 2, 11, 3, 5, 4
@@ -110,6 +111,16 @@ def test_path_attention_turns_nothing_without_beta() -> None:
     torch.testing.assert_close(o, want)
 
 
+def test_the_sum_of_g_may_stand_inside_the_scale() -> None:
+    given = [deltalab.get_rule("path_attention", g="metala_decay", scaled_g=scaled) for scaled in (True, False)]
+    x = inputs(given[0])
+    o, _ = deltalab.scan(given[0], x.q, x.k, x.v, x.gates, scale=0.5)
+    want, _ = deltalab.scan(given[1], x.q, x.k, x.v, {**x.gates, "g": 0.5 * x.gates["g"]}, scale=0.5)
+    torch.testing.assert_close(o, want)
+    with pytest.raises(InputError, match="scaled_g has no effect"):
+        deltalab.get_rule("path_attention", scaled_g=True)
+
+
 def test_a_gate_of_minus_infinity_forgets_all_that_came_before() -> None:
     rule = deltalab.get_rule("forgetting_attention")
     x = inputs(rule)
@@ -122,9 +133,12 @@ def test_a_gate_of_minus_infinity_forgets_all_that_came_before() -> None:
 
 
 SETTINGS = [
-    (name, setting)
-    for name in ("forgetting_attention", "path_attention")
-    for setting in deltalab.get_rule(name).variants()
+    ("path_attention", deltalab.get_rule("path_attention", g="metala_decay", scaled_g=True)),
+    *(
+        (name, setting)
+        for name in ("forgetting_attention", "path_attention")
+        for setting in deltalab.get_rule(name).variants()
+    ),
 ]
 
 
