@@ -33,8 +33,8 @@ class RWKV7(UpdateRule):
         "layer": {"conv": 0, "token_shift": True, "scale": 1.0, "output_norm": "group", "gate_rank": 32},
         "lacks": (
             "the bonus of the current token, the residual to the first layer's v, tanh inside the decay's projection, "
-            "the bias of a, the sigmoid inside the output gate's projection in the place of outside, token shifts of their "
-            "own for decay and a, an eps of the norm that is K times as large, and starts that differ by channel"
+            "the bias of a, the sigmoid inside the output gate's projection in the place of outside, token shifts of "
+            "their own for decay and a, an eps of the norm that is K times as large, and starts that differ by channel"
         ),
     }
 

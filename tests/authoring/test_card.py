@@ -188,3 +188,15 @@ def test_the_written_cards_are_up_to_date():
 def test_an_unknown_rule_is_refused():
     with pytest.raises(InputError, match="did you mean 'comba'"):
         card("comb")
+
+
+def test_a_card_says_what_the_preset_sets_and_in_what_the_default_differs():
+    page = card("mamba2").to_markdown().splitlines()
+    assert page[2].endswith(
+        "The default differs from the published form in `qk_heads`, `output_norm`, `output_gate`, `conv_bias`, `skip`."
+    )
+    assert "## As published: `rule: mamba2@published`" in page
+    assert "| source | mamba_ssm/modules/mamba2.py of state-spaces/mamba |" in page
+    assert any(line.startswith("| sets | ") and "`skip: true`" in line for line in page)
+    assert "tanh inside the decay's projection" in card("rwkv7").published["lacks"]
+    assert card("sgla").published == {}

@@ -20,6 +20,7 @@ from deltalab.authoring.kernel_line import WIDTH, kernel_line
 from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.layer import RuleLayer, initialize
+from deltalab.models.published import differences
 from deltalab.ops.scan import operands
 from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule
@@ -112,6 +113,8 @@ class Card:
         parameters: The number of parameters of all gates, a formula in the width d of the model, the number H of heads
             and K.
         kernels: Whether the rule has Triton kernels, and what hinders them, in one line.
+        published: What `rule: NAME@published` says: `source`, `sets`, `lacks`, and what the default has that differs
+            from it, `apart`. Empty if the rule has no such preset.
     """
 
     name: str
@@ -129,6 +132,7 @@ class Card:
     widths: str
     parameters: str
     kernels: str
+    published: dict[str, str]
 
     def to_json(self) -> str:
         """Returns the card as JSON."""
@@ -136,7 +140,11 @@ class Card:
 
     def to_markdown(self) -> str:
         """Returns the card as a page in Markdown."""
-        lines = [f"# {self.name}", "", _linked(self.paper), "", "```text", self.equation, "```", "", self.notes, ""]
+        lines = [f"# {self.name}", "", *self._first(), "", "```text", self.equation, "```", "", self.notes, ""]
+        if self.published:
+            facts = {name: fact for name, fact in self.published.items() if name != "apart" and fact}
+            lines += [f"## As published: `rule: {self.name}@published`", "", "| | |", "| --- | --- |"]
+            lines += [*(f"| {name} | {fact} |" for name, fact in facts.items()), ""]
         if self.knobs:
             lines += ["## Knobs", "", "| knob | default | other options | set to |", "| --- " * 4 + "|"]
             lines += [
@@ -157,6 +165,18 @@ class Card:
         lines += ["## Structure and cost", "", "| | |", "| --- | --- |"]
         lines += [f"| {name} | {fact} |" for name, fact in self._facts().items()]
         return "\n".join(lines) + "\n"
+
+    def _first(self) -> list[str]:
+        """Returns the line below the title: the paper, and in what the default differs from the published form."""
+        if not self.published:
+            return [_linked(self.paper)]
+        apart = self.published["apart"]
+        which = (
+            f"The default differs from the published form in {apart}."
+            if apart
+            else ("The default is the published form.")
+        )
+        return [f"{_linked(self.paper)}. {which}"]
 
     def _facts(self) -> dict[str, str]:
         """Returns the rows of the table of structure and cost."""
@@ -228,6 +248,7 @@ def card(rule: str | UpdateRule) -> Card:
         widths="" if rule.transition is None else _widths(rule),
         parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
         kernels=kernel_line(rule),
+        published=_published(type(rule)),
     )
 
 
@@ -251,6 +272,21 @@ def catalogue(package: str) -> str:
     ]
     pages = (re.sub(r"^#", "##", page.to_markdown(), flags=re.M) for page in cards)
     return "\n".join([*lines, "", *pages])
+
+
+def _published(kind: type[UpdateRule]) -> dict[str, str]:
+    """Returns what a card says of a rule's preset; nothing for a rule without one."""
+    if not kind.published:
+        return {}
+    given = {"rule": get_rule(kind.name).spec(), "model": {"vocab_size": 1, "d_model": 64}}
+    apart = [name.removeprefix("model.") for name in differences(given) or ()]
+    settings = {**kind.published.get("knobs", {}), **kind.published.get("layer", {})}
+    return {
+        "source": kind.published["source"],
+        "sets": ", ".join(f"`{name}: {json.dumps(value)}`".replace('"', "") for name, value in settings.items()),
+        "lacks": kind.published.get("lacks", ""),
+        "apart": ", ".join(f"`{name}`" for name in apart),
+    }
 
 
 def _doc(kind: type[UpdateRule]) -> str:
@@ -358,11 +394,18 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
     shape = shapes.get(gate.per.removeprefix("head_"), "H")
     slots = gate.slots or 1
     constants = {shape: slots * len(gate.parameters)}
+    shape = {"channel": "H K", "value_channel": "H V"}.get(gate.per.removeprefix("head_"), "H")
+    slots = gate.slots if gate.per in ("slot", "head_slot") else 1
+    constants = {"H": len(gate.by_head)} if gate.by_head else {}
+    constants[shape] = constants.get(shape, 0) + slots * (len(gate.parameters) - len(gate.by_head))
     if not gate.projected:
         return constants
     outputs = slots * (steps if gate.per == "step" else 1)
     if gate.rank is None:
-        return {f"d {shape}": outputs, **constants}
+        inputs = "d" if gate.one_projection else f"d {shape}"
+        return {inputs: outputs, **constants}
+    if gate.rank == 0:
+        return _total([{"d V": 1, f"{shape} V": outputs}, constants])
     return _total([{"d": gate.rank, shape: outputs * gate.rank}, constants])
 
 

@@ -307,10 +307,11 @@ def sizes(rule: UpdateRule) -> Iterator[Measurement]:
     value_dim = KEY if square(rule) else VALUE
     for gate in layer.gates.gates.values():
         if gate.of is None:
-            constants = math.prod(gate.shape(HEADS, KEY, value_dim))
-            values = constants * (rule.steps if gate.per == "step" else 1)
-            of_gates += len(gate.parameters) * constants
-            of_gates += gate.projected * (WIDTH * values if gate.rank is None else (WIDTH + values) * gate.rank)
+            shape = gate.shape(HEADS, KEY, value_dim)
+            values = math.prod(shape[gate.one_projection :]) * (rule.steps if gate.per == "step" else 1)
+            rank = gate.rank or value_dim
+            of_gates += sum(math.prod(gate.parameter_shape(name, shape)) for name in gate.parameters)
+            of_gates += gate.projected * (WIDTH * values if gate.rank is None else (WIDTH + values) * rank)
     comparisons: list[tuple[str, object, object]] = [
         ("number of the gates' parameters", sum(p.numel() for p in layer.gates.parameters()), of_gates)
     ]
