@@ -15,6 +15,7 @@ from tests.support.folders import ROOT
 
 from deltalab import registry
 from deltalab.cli.app import main
+from deltalab.models.published import presets
 from deltalab.study.planning.make import make_plan
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.statistics.joint_test import seeds_needed
@@ -160,6 +161,8 @@ def test_every_system_of_the_papers_has_a_rule_that_exists_or_a_reason():
             registry.get_rule(name)
             for knobs in re.findall(r"`([\w]+: [^`]+)`", how):
                 registry.get_rule(name, **yaml.safe_load("{" + knobs + "}"))
+def test_the_catalogue_names_the_presets_there_are():
+    assert sorted(first_column("reference/catalogue.md", "preset")) == sorted(presets())
 
 
 def test_the_catalogue_names_the_tasks_there_are():
