@@ -188,7 +188,7 @@ def _fading(spec: ModelSpec) -> dict[str, Any]:
         kv_heads=(spec.kv_heads,),
     )  # fmt: skip
     needs_features(spec, name, "raw")
-    of_rule(spec, name, g=("metala_decay",))
+    of_rule(spec, name, g=("metala_decay", "biased_decay"))
     if (spec.heads * key_dim, value_dim) != (spec.d_model, key_dim):
         raise InputError(
             f"export to fla: the heads of FLA's {name} share the model's width: {spec.heads} of {key_dim} and "
@@ -205,7 +205,7 @@ def _from_fading(options: Mapping[str, Any]) -> dict[str, Any]:
     _, settings = from_attention(options, options["hidden_size"])
     return {
         **settings,
-        "rule": "forgetting_attention",
+        "rule": {"name": "forgetting_attention", "g": "biased_decay"},
         "rope": False,
         "output_gate": options["use_output_gate"],
     }
@@ -229,7 +229,9 @@ FORGETTING = Form(
     parts=lambda spec: [
         *projections(spec, QKV, CONVS),
         same("gates.project.g.weight", "f_proj.weight"),
-        fixed("f_proj.bias", torch.zeros(spec.heads), "the forget gate has no bias here"),
+        same("gates.learned.g.bias", "f_proj.bias")
+        if spec.make_rule().gates["g"].kind == "biased_decay"
+        else fixed("f_proj.bias", torch.zeros(spec.heads), "the forget gate metala_decay has no bias"),
         *([same("gate.weight", "g_proj.weight")] if spec.output_gate else []),
         same("out.weight", "o_proj.weight"),
     ],

@@ -301,23 +301,36 @@ COMBA = Form(
 )
 
 
-# KDA: FLA's decay has one number a for each head, and a projection of rank head_v_dim.
+# KDA: FLA's decay has one number a for each head, and a projection of rank head_v_dim, as our kda_decay has.
+
+LOW_RANK = ("kda_decay", "kda_bounded_decay")
+"""The decays that have the parameters of FLA's."""
 
 
 def _kda(spec: ModelSpec) -> dict[str, Any]:
     name, (_, value_dim) = "kda", spec.head_dims
-    plain(spec, name, gate_rank=(value_dim,), output_gate=(True,))
+    plain(spec, name, gate_rank=(value_dim, 0), output_gate=(True,))
     needs_features(spec, name, "unit")
-    rule = of_rule(spec, name, g=("mamba2_decay",))
-    return {**_heads_of(spec), "allow_neg_eigval": twice(rule.beta, name)}  # type: ignore[attr-defined]
+    rule = of_rule(spec, name, g=("mamba2_decay", *LOW_RANK))
+    numbers = dict(rule.g.options)  # type: ignore[attr-defined]
+    if numbers.get("rank", 0) not in (0, value_dim):
+        raise InputError(f"export to fla: FLA's kda has no equal of g {rule.g}; it needs rank 0 or {value_dim}")  # type: ignore[attr-defined]
+    return {
+        **_heads_of(spec),
+        "allow_neg_eigval": twice(rule.beta, name),  # type: ignore[attr-defined]
+        "safe_gate": "least" in numbers,
+        "lower_bound": numbers.get("least"),
+    }
 
 
 def _from_kda(options: Mapping[str, Any]) -> dict[str, Any]:
-    heads = _heads_from(options)
+    # Without safe_gate, FLA's kernels still bound the decay where there is a lower_bound.
+    least = options["lower_bound"]
+    decay: dict[str, Any] = {"kda_decay": {}} if least is None else {"kda_bounded_decay": {"least": float(least)}}
     return {
-        **heads,
-        "rule": {"name": "kda", "beta": beta_of(options["allow_neg_eigval"])},
-        "gate_rank": int(options["head_dim"] * options["expand_v"]),
+        **_heads_from(options),
+        "rule": {"name": "kda", "beta": beta_of(options["allow_neg_eigval"]), "g": decay},
+        "gate_rank": 0,
         "low_rank_bias": True,
     }
 
@@ -345,14 +358,24 @@ def _kda_decay(spec: ModelSpec) -> list[Part]:
         return [ours[0][:, 0]]
 
     bias = torch.zeros(spec.heads * value_dim)
+    if spec.make_rule().gates["g"].kind in LOW_RANK:
+        decay = [
+            same("gates.project.g.0.weight", "f_proj.0.weight"),
+            same("gates.project.g.1.weight", "f_proj.1.weight"),
+            same("gates.learned.g.log_a", "A_log"),
+        ]
+    else:
+        decay = [
+            Part(
+                ("gates.project.g.weight",),
+                ("f_proj.0.weight", "f_proj.1.weight"),
+                factors,
+                lambda theirs: [(theirs[1].double() @ theirs[0].double()).float()],
+            ),
+            Part(("gates.learned.g.log_a",), ("A_log",), one_a, lambda theirs: [theirs[0][:, None].repeat(1, key_dim)]),
+        ]
     return [
-        Part(
-            ("gates.project.g.weight",),
-            ("f_proj.0.weight", "f_proj.1.weight"),
-            factors,
-            lambda theirs: [(theirs[1].double() @ theirs[0].double()).float()],
-        ),
-        Part(("gates.learned.g.log_a",), ("A_log",), one_a, lambda theirs: [theirs[0][:, None].repeat(1, key_dim)]),
+        *decay,
         shaped("gates.learned.g.dt_bias", "dt_bias", (spec.heads, key_dim), (spec.heads * key_dim,)),
         same("gate.0.weight", "g_proj.0.weight"),
         same("gate.1.weight", "g_proj.1.weight"),
@@ -379,7 +402,7 @@ KDA = Form(
         "safe_gate": False,
         "lower_bound": None,
     },
-    fixed={"safe_gate": False, "lower_bound": None},
+    fixed={},
     config=_kda,
     settings=_from_kda,
     parts=lambda spec: [*projections(spec, QKV, CONVS), _beta(), *_kda_decay(spec)],
