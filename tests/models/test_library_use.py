@@ -539,7 +539,7 @@ def test_run_study_says_what_it_takes() -> None:
         ({"key_dim": 0}, "key_dim must be a whole number of at least 1, not 0"),
         ({"value_dim": 0}, "value_dim must be a whole number of at least 1, not 0"),
         ({"conv": -1}, "conv must be a whole number of at least 0, not -1"),
-        ({"gate_rank": 0}, "gate_rank must be a whole number of at least 1, not 0"),
+        ({"gate_rank": -1}, "gate_rank must be a whole number of at least 0, not -1"),
         ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, not 0"),
         ({"qk_heads": 3}, "qk_heads must divide heads 2, not be 3"),
         ({"qk_heads": 1, "kv_heads": 1}, "qk_heads 1 and kv_heads 1: at most one may be less than heads 2"),

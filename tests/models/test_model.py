@@ -303,7 +303,7 @@ REFUSED = [
     ({"output_norm": "rsm"}, "model.output_norm: unknown norm 'rsm'; did you mean 'rms'?"),
     ({"output_gate": "slu"}, "model.output_gate: unknown gate 'slu'; did you mean 'silu'?"),
     ({"output_gate": "silu_before_norm", "output_norm": "none"}, "no effect without output_norm"),
-    ({"gate_rank": 0}, "model.gate_rank must be a whole number"),
+    ({"gate_rank": -1}, "model.gate_rank must be a whole number"),
     ({"gate_rank": 2, "output_gate": False}, "model.gate_rank has no effect without output_gate"),
     ({"layers": []}, "model.layers must list at least one layer"),
     ({"layers": "comba"}, "model.layers must be a whole number"),

@@ -165,6 +165,7 @@ def channel_decayed(p: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor,
 
 
 def low_rank_gated(p: Mapping[str, Tensor], x: Tensor, o: Tensor) -> Tensor:
+    assert len(p["gate.0.weight"]) == o.shape[-1]
     gate = x @ p["gate.0.weight"].T @ p["gate.1.weight"].T + p["gate.1.bias"]
     return (rms(o, p["norm.weight"]).flatten(-2) * gate.sigmoid()) @ p["out.weight"].T
 
