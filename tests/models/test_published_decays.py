@@ -54,7 +54,7 @@ class TestLogLinearAttention(PublishedBlock):
 
     rule = "log_linear_attention"
     starts: ClassVar = {
-        "gates.learned.g.log_a": (0.0, math.log(64)),
+        "gates.learned.g.log_a": (0.0, math.log(128)),
         "gates.learned.g.dt_bias": STEP_SIZES,
         "gates.learned.strength.scale": (1.0, 1.0),
         "skip": (1.0, 1.0),
@@ -136,7 +136,7 @@ class TestGLA(PublishedBlock):
     starts: ClassVar = {"gates.project.g.1.bias": (0.0, 0.0), "norm.weight": (1.0, 1.0)}
 
     def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, k, v = projected(p, x)
+        q, k, v = projected(p, x, convolves=False)
         gk = x @ p["gates.project.g.0.weight"].T @ p["gates.project.g.1.weight"].T + p["gates.project.g.1.bias"]
         g = F.logsigmoid(gk).unflatten(-1, (HEADS, -1)) / 16
         o = rms(recurrent(q, k, v, g), p["norm.weight"]).flatten(-2)
@@ -149,7 +149,7 @@ class TestRetNet(PublishedBlock):
     rule = "retnet"
 
     def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, k, v = projected(p, x)
+        q, k, v = projected(p, x, convolves=False)
         gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
         o = recurrent(rotary(q), rotary(k), v, gamma.log()[:, None].expand(*q.shape[:3], 1))
         return (rms(o, p["norm.weight"]).flatten(-2) * F.silu(x @ p["gate.weight"].T)) @ p["out.weight"].T
@@ -161,7 +161,7 @@ class TestHGRN2(PublishedBlock):
     rule = "hgrn2"
 
     def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, _, i = projected(p, x)
+        q, _, i = projected(p, x, convolves=False)
         g = F.logsigmoid(x @ p["gates.project.g.weight"].T).unflatten(-1, (HEADS, -1))
         o = recurrent(F.silu(q), 1 - g.exp(), i, g)
         return rms(o.flatten(-2), p["norm.weight"]) @ p["out.weight"].T
@@ -173,7 +173,7 @@ class TestLightNet(PublishedBlock):
     rule = "lightnet"
 
     def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, k, v = projected(p, x)
+        q, k, v = projected(p, x, convolves=False)
         z = k.logcumsumexp(1)
         g = torch.cat([z[:, :1], z[:, :-1]], 1) - z
         o = rms(recurrent(F.silu(q), (k - z).exp(), v, g).flatten(-2), p["norm.weight"], eps=1e-6)
@@ -186,7 +186,7 @@ class TestGSA(PublishedBlock):
     rule = "gsa"
 
     def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, k, v = map(F.silu, projected(p, x))
+        q, k, v = map(F.silu, projected(p, x, convolves=False))
         f = F.logsigmoid(x @ p["gates.project.g.weight"].T).unflatten(-1, (HEADS, -1)) / 8
         s = 1 - f.exp()
         keys = values = x.new_zeros(len(x), HEADS, s.shape[-1], q.shape[-1])
@@ -205,7 +205,7 @@ class TestAttention(PublishedBlock):
     rule = "attention"
 
     def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, k, v = projected(p, x)
+        q, k, v = projected(p, x, convolves=False)
         q, k, outputs = rotary(q), rotary(k), []
         for t in range(x.shape[1]):
             weights = (torch.einsum("bhk,bnhk->bhn", q[:, t], k[:, : t + 1]) * q.shape[-1] ** -0.5).softmax(-1)
@@ -220,7 +220,7 @@ class TestForgettingAttention(PublishedBlock):
     starts: ClassVar = {"gates.learned.g.bias": (0.0, 0.0)}
 
     def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, k, v = projected(p, x)
+        q, k, v = projected(p, x, convolves=False)
         fades = F.logsigmoid(x @ p["gates.project.g.weight"].T + p["gates.learned.g.bias"]).cumsum(1)
         outputs = []
         for t in range(x.shape[1]):

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import ClassVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Block
 from deltalab.models.spec import ModelSpec
+from deltalab.registry import get_rule, rule_plugin
 
 WIDTH, HEADS, LENGTH = 24, 3, 17
 
@@ -37,10 +40,16 @@ class PublishedBlock:
         """Computes y [B, T, d] from x, with the parameters p of the layer, as the authors' code does."""
         raise NotImplementedError
 
-    def layer(self, heads: int = HEADS, d_model: int = WIDTH) -> RuleLayer:
+    def layer(self, heads: int = HEADS, d_model: int = WIDTH, without: str = "") -> RuleLayer:
+        """The published layer; if `without` is a knob or a setting, the layer with that one as in a plain model."""
         torch.manual_seed(1)
         size = {"vocab_size": 1, "d_model": d_model, "heads": heads, "layers": 1, **self.settings}
-        mixer = Block(ModelSpec.of({"rule": f"{self.rule}@published", **size}).at(0), 1).mixer
+        rule, plain = {"name": f"{self.rule}@published"}, get_rule(self.rule).spec()
+        if without in plain:
+            rule[without] = plain[without]
+        elif without:
+            size[without] = next(field.default for field in fields(ModelSpec) if field.name == without)
+        mixer = Block(ModelSpec.of({"rule": rule, **size}).at(0), 1).mixer
         assert isinstance(mixer, RuleLayer)
         return mixer.double()
 
@@ -48,9 +57,9 @@ class PublishedBlock:
     def inputs() -> Tensor:
         return torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
-    def moved(self) -> RuleLayer:
+    def moved(self, without: str = "") -> RuleLayer:
         """The layer with all numbers off their start, so that a zero or a one hides no mistake."""
-        layer = self.layer()
+        layer = self.layer(without=without)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for value in layer.parameters():
@@ -86,13 +95,29 @@ class PublishedBlock:
         mask[1, :5] = 0
         assert torch.allclose(layer(x, attention_mask=mask)[1:, 5:], layer(x[1:, 5:]), atol=1e-10)
 
+    def test_each_setting_of_the_preset_counts(self):
+        """A preset that forgot one of its settings would not be the block, or would not start as the block does."""
+        published = rule_plugin(self.rule).kind.published
+        for name in {**published.get("knobs", {}), **published.get("layer", {})}:
+            with pytest.raises((AssertionError, KeyError, RuntimeError, ValueError)):
+                self.holds(name)
+
+    def holds(self, without: str) -> None:
+        """Compares the loop and the starts with the layer that has `without` as in a plain model."""
+        layer, x = self.moved(without), self.inputs()
+        torch.testing.assert_close(self.loop(dict(layer.named_parameters()), x), layer(x), rtol=1e-9, atol=0)
+        self.starts_of(without)
+
     def test_starts(self):
-        values = dict(self.layer(heads=64, d_model=256).named_parameters())
+        self.starts_of("")
+
+    def starts_of(self, without: str) -> None:
+        values = dict(self.layer(heads=128, d_model=512, without=without).named_parameters())
         for name, (low, high) in self.starts.items():
-            value = values[name].detach()
-            if low == -math.inf:  # the logarithm of numbers from 0 on
-                value, low, high = value.exp(), 0.0, math.exp(high)
-            least, most, near = float(value.min()), float(value.max()), 0.3 * (high - low) + 1e-6
+            value, share = values[name].detach(), 0.15
+            if low == -math.inf:  # the logarithm of numbers from 0 on, of which a start from 1 on must be told apart
+                value, low, high, share = value.exp(), 0.0, math.exp(high), 0.05
+            least, most, near = float(value.min()), float(value.max()), share * (high - low) + 1e-6
             assert low - 1e-6 <= least <= low + near, name
             assert high - near <= most <= high + 1e-6, name
 
@@ -105,7 +130,7 @@ def convolved(x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """x [..., K] over its norm. FLA's kernels divide by sqrt(|x|^2 + 1e-6), which no x of the tests tells apart."""
+    """x [..., K] over its norm. FLA's kernels divide by sqrt(|x|^2 + 1e-6), 5e-7 off at |x| = 1."""
     return x / x.norm(dim=-1, keepdim=True)
 
 
@@ -114,10 +139,10 @@ def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def projected(p: Mapping[str, Tensor], x: Tensor, steps: int = 1) -> tuple[Tensor, ...]:
-    """q [B, T, H, K], k and v [B, T, n H, K], convolved if the layer convolves, before any activation."""
+def projected(p: Mapping[str, Tensor], x: Tensor, steps: int = 1, convolves: bool = True) -> tuple[Tensor, ...]:
+    """q [B, T, H, K], k and v [B, T, n H, K], before any activation."""
     weight, widths = p["qkv.weight"], [WIDTH, steps * WIDTH, len(p["qkv.weight"]) - (1 + steps) * WIDTH]
-    taps = p["conv"].split(widths, dim=1) if "conv" in p else (None, None, None)
+    taps = p["conv"].split(widths, dim=1) if convolves else (None, None, None)
     parts = [x @ part.T for part in weight.split(widths)]
     parts = [part if tap is None else convolved(part, tap) for part, tap in zip(parts, taps, strict=True)]
     heads = (HEADS, steps * HEADS, steps * HEADS)
