@@ -72,7 +72,7 @@ class Plugin:
     @property
     def hash(self) -> str:
         """The SHA-256 of the file as it was imported, without the lines of `published`, which no trial depends on."""
-        return hashlib.sha256(_without_presets(_source_bytes(self.file))).hexdigest()
+        return source_hash(_source_bytes(self.file))
 
 
 def add_plugin(file: str | Path) -> list[Plugin]:
@@ -393,6 +393,11 @@ def _line_of(kind: type) -> str:
         return f", line {inspect.getsourcelines(kind)[1]}"
     except OSError:
         return ""
+
+
+def source_hash(source: bytes) -> str:
+    """Returns the SHA-256 of a plugin's source without the lines of `published`, which no trial depends on."""
+    return hashlib.sha256(_without_presets(source)).hexdigest()
 
 
 @cache

@@ -1,6 +1,5 @@
 """Writes a model with its code and kernels as a folder that `transformers` loads on a machine without deltalab."""
 
-import hashlib
 import inspect
 import json
 import shutil
@@ -18,6 +17,7 @@ from deltalab.errors import InputError
 from deltalab.export.modules import MODELING, modules, plugins
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
+from deltalab.registry import source_hash
 
 RULES = "rules"
 """The subfolder with the plugin files of the rules, by which deltalab recognizes the rules of a folder."""
@@ -142,8 +142,8 @@ def _config(spec: ModelSpec, dtype: torch.dtype, provenance: Mapping[str, object
 
 
 def rule_hashes(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each rule's file in an exported folder, by the name of the rule."""
-    return {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted((folder / RULES).glob("*.py"))}
+    """Returns the `Plugin.hash` of each rule's file in an exported folder, by the name of the rule."""
+    return {file.stem: source_hash(file.read_bytes()) for file in sorted((folder / RULES).glob("*.py"))}
 
 
 def _readme(spec: ModelSpec, title: str, provenance: Mapping[str, object], model: Model | None, tokenizer: bool) -> str:
