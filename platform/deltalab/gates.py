@@ -579,9 +579,6 @@ def slot_weight(slots: float = 32) -> Gate:
 
 def _of_slot(slots: float, parameters: Mapping[str, Start], value: Value, *, low: float = -math.inf) -> Gate:
     return Gate(per="head_value_slot", slots=int(slots), low=low, high=math.inf, parameters=parameters, value=value)
-    """A gate sigmoid(W_1 W_2 x) for each channel of the value, in [0, 1]."""
-    _positive("value_sigmoid", rank=rank)
-    return Gate(per="value_channel", low=0.0, high=1.0, rank=int(rank), value=lambda z, p: z.sigmoid())
 
 
 @parameterization

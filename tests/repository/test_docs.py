@@ -161,6 +161,8 @@ def test_every_system_of_the_papers_has_a_rule_that_exists_or_a_reason():
             registry.get_rule(name)
             for knobs in re.findall(r"`([\w]+: [^`]+)`", how):
                 registry.get_rule(name, **yaml.safe_load("{" + knobs + "}"))
+
+
 def test_the_catalogue_names_the_presets_there_are():
     assert sorted(first_column("reference/catalogue.md", "preset")) == sorted(presets())
 

@@ -186,6 +186,8 @@ def test_steps_start_between_their_ends(make):
     assert ((found["dt"] >= 0.01 - 1e-6) & (found["dt"] <= 0.02 + 1e-6)).all()
     with pytest.raises(deltalab.InputError, match="dt_min must not exceed dt_max"):
         make(dt_min=1.0, dt_max=0.1)
+
+
 def test_kdas_decays_have_an_a_for_each_head_and_pass_through_as_many_channels_as_values():
     """FLA's naive_kda_gate and naive_kda_lowerbound_gate."""
     given = {"g": gates.kda_decay(), "s": gates.kda_bounded_decay(least=-5)}

@@ -393,9 +393,6 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
     }
     shape = shapes.get(gate.per.removeprefix("head_"), "H")
     slots = gate.slots or 1
-    constants = {shape: slots * len(gate.parameters)}
-    shape = {"channel": "H K", "value_channel": "H V"}.get(gate.per.removeprefix("head_"), "H")
-    slots = gate.slots if gate.per in ("slot", "head_slot") else 1
     constants = {"H": len(gate.by_head)} if gate.by_head else {}
     constants[shape] = constants.get(shape, 0) + slots * (len(gate.parameters) - len(gate.by_head))
     if not gate.projected:
