@@ -50,7 +50,9 @@ def drawn(dtype: torch.dtype, length: int, *, moving: bool, channels: tuple[int,
 def with_gradients(run: Scan, tensors: list[Tensor], device: str) -> list[Tensor]:
     leaves = [x.to(device).requires_grad_() for x in tensors]
     h = run(*leaves)
-    weight = torch.randn(h.shape, dtype=h.dtype, generator=torch.Generator().manual_seed(1)).to(device)
+    # Draw in double: the same seed gives other numbers in single precision.
+    wide = torch.complex128 if h.is_complex() else torch.float64
+    weight = torch.randn(h.shape, dtype=wide, generator=torch.Generator().manual_seed(1)).to(device, h.dtype)
     return [x.cpu() for x in (h.detach(), *torch.autograd.grad((h * weight).sum().real, leaves))]
 
 
