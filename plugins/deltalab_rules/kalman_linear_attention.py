@@ -157,5 +157,6 @@ def _precisions(before: Tensor, kept: Tensor, noise: Tensor, added: Tensor) -> T
         m = torch.cat([m[:, :far], joined / joined.detach().amax((-1, -2), keepdim=True)], dim=1)
         far *= 2
     above, below = (m[..., 0] * before[:, None, ..., None] + m[..., 1]).unbind(-1)
-    precisions: Tensor = above / below
+    # Both are 0 where no token has observed a channel for so long that the memory of it underflows.
+    precisions: Tensor = above / torch.where(below == 0, torch.finfo(below.dtype).tiny, below)
     return precisions

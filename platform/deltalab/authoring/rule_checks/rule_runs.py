@@ -268,7 +268,7 @@ def floats(x: Inputs) -> dict[str, Tensor]:
 
 def gradients_of(result: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the gradient of a number with respect to each input, 0 if the number does not depend on the input."""
-    if not result.requires_grad:
+    if not inputs or not result.requires_grad:
         return {name: torch.zeros_like(value) for name, value in inputs.items()}
     gradients = torch.autograd.grad(
         result, list(inputs.values()), retain_graph=True, allow_unused=True, materialize_grads=True
