@@ -227,10 +227,13 @@ class ModelSpec:
         for key in ("vocab_size", "rule"):
             if key not in given:
                 raise InputError(f"model: needs {key}")
-        # Import late: a preset is written out in the settings of this class.
-        from deltalab.models.published import written_out
+        rule, settings = given["rule"], {key: value for key, value in given.items() if key != "rule"}
+        if "@" in str(rule):
+            # Import late: a preset is written out in the settings of this class. An exported folder, whose registry
+            # holds the rules of its model alone, has none.
+            from deltalab.models.published import written_out
 
-        rule, settings = written_out(given["rule"], {key: value for key, value in given.items() if key != "rule"})
+            rule, settings = written_out(rule, settings)
         return cls(**settings, rule=rule)
 
     def make_rule(self) -> UpdateRule:
