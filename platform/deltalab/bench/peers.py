@@ -190,7 +190,7 @@ def _fla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
     """Makes the contestant of flash-linear-attention: its op for the rule's structure."""
     op, arguments = op_for(rule, x)
     module = imported("fla", f"fla.ops.{op.module or op.name}")
-    options = {"scale": float(x.k.shape[-1] ** -0.5), **op.options}
+    options = {"scale": rule.scale(x.k.shape[-1]), **op.options}
     chunk = partial(getattr(module, f"chunk_{op.name}"), **options)
     recurrent = partial(getattr(module, f"fused_recurrent_{op.name}"), **options, output_final_state=True)
     token = {op.for_tokens.get(name, name): value for name, value in op_for(rule, now)[1].items()}
@@ -204,7 +204,7 @@ def _flash_qla(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
     if op.name != "gated_delta_rule":
         raise InputError(f"--against flash_qla: has no op for rule '{rule.name}', only the gated delta rule's")
     function = imported("flash_qla", "flash_qla").chunk_gated_delta_rule
-    return Contestant("flash_qla", Call(partial(function, scale=float(x.k.shape[-1] ** -0.5)), arguments))
+    return Contestant("flash_qla", Call(partial(function, scale=rule.scale(x.k.shape[-1])), arguments))
 
 
 def _sdpa(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
