@@ -366,7 +366,7 @@ WRONG = [
         "    tokens: set\n",
         "a bool, int, float, str or None, or a tuple of such, not <class 'set'>",
     ),
-    ("task check mine.py", "super().__post_init__()", "1 / 0", ", line 32) cannot be made: ZeroDivisionError"),
+    ("task check mine.py", "super().__post_init__()", "1 / 0", ", line 33) cannot be made: ZeroDivisionError"),
     (
         "task check mine.py",
         "from typing",

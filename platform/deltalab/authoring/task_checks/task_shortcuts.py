@@ -224,7 +224,8 @@ def _number(questions: _Questions, name: str) -> Tensor:
 def facts(task: Task) -> Iterator[Measurement]:
     """Measures the share of answers of evaluation that a table of pairs of tokens, counted in training, gives.
 
-    A pair is the input at the scored position and one more input, at a fixed place or a fixed distance.
+    A pair is the input at the scored position and one more input, at a fixed place or a fixed distance. A task that
+    declares "distance" is not asked about distances: there, one input alone may be the answer.
     """
     if task.vocab_size > MOST_TOKENS or "facts" in task.shortcuts:
         return
@@ -234,6 +235,8 @@ def facts(task: Task) -> Iterator[Measurement]:
     for split, member in _judged_tasks(task):
         asked = _questions(member, split)
         for where, place_of in _places(min(known.inputs.shape[1], asked.inputs.shape[1])):
+            if place_of < 0 and "distance" in task.shortcuts:
+                continue
             of_known, of_asked = (_pair(questions, place_of, task.vocab_size) for questions in (known, asked))
             figure = _beyond(*_from_table(of_known, known.labels, of_asked, asked.labels))
             what = f"share of answers of {split} that the input at their position and the one {where} gave in training"
