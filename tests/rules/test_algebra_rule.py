@@ -75,7 +75,8 @@ FOUND = {
     "pre_state_deltanet": {"decay": "none", "b": "head_sigmoid", "d": {"head": {"init": 0.02}}, "pre_state": True},
 }  # fmt: skip
 """The rules that searches found and that came to plugins, as knobs of `algebra`."""
-KNOWN = {**POINTS, **FOUND}
+KNOWN = {**POINTS, **FOUND, "mamba2": {**POINTS["mamba2"], "qk": "silu"}}
+"""Every rule that is a point. `POINTS` has mamba2 without its SiLU: the hash of that file is in the keys of trials."""
 
 
 LATER = {
@@ -83,6 +84,12 @@ LATER = {
     "slstm": "its state enters a nonlinearity",
     "hyena": "a long convolution",
     "rwkv5": "its decay is learned for each channel, and does not depend on the token",
+    "erase_then_delta": "erases at an address of its own before the delta rule does",
+    "gated_oja": "exchanges keys and values",
+    **dict.fromkeys(("kaczmarz", "q_delta"), "its key of erasure depends on the length of k, or on q"),
+    "kalman_linear_attention": "carries a precision from token to token",
+    "mdn": "has a momentum beside its state",
+    "memory_caching": "a state for each segment",
 }
 """Further rules outside, with the reason. The file of `algebra` cannot list them: its hash is in the keys of trials."""
 
@@ -97,9 +104,12 @@ class TestPoints:
     @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
     # The beta of metala is a gate that shares g's projection: only a layer makes it 1 - alpha, as it is here.
     @pytest.mark.parametrize("name", [name for name in KNOWN if name != "metala"])
-    def test_is_its_published_rule_on_drawn_inputs(self, name: str, backend: str) -> None:
+    def test_is_its_published_rule_on_drawn_inputs(
+        self, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Outputs, states and gradients, after a state that other tokens left."""
         theirs, ours = deltalab.get_rule(name), deltalab.get_rule("algebra", **KNOWN[name])
+        monkeypatch.setattr(type(theirs), "scale", UpdateRule.scale)  # that of mamba2 is 1
         x = draw(theirs, batch=2, length=11, heads=2, key_dim=4, value_dim=3)
         first = x.span(0, 5)
         x = x.span(5, state=deltalab.scan(theirs, first.q, first.k, first.v, first.gates)[1])
@@ -109,8 +119,9 @@ class TestPoints:
         near(got, {symbols.get(key, key): value for key, value in want.items()})
 
     @pytest.mark.parametrize("name", KNOWN)
-    def test_is_its_published_rule_as_a_layer(self, name: str) -> None:
+    def test_is_its_published_rule_as_a_layer(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same parameters give the same outputs, states and gradients, whatever gates share a projection."""
+        monkeypatch.setattr(type(deltalab.get_rule(name)), "scale", UpdateRule.scale)  # that of mamba2 is 1
         theirs, ours = (
             RuleLayer(rule, 8, 2, key_dim=4, value_dim=3).double()
             for rule in (deltalab.get_rule(name), deltalab.get_rule("algebra", **KNOWN[name]))
