@@ -21,15 +21,17 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
+from deltalab.own_module import is_path, of_module
 from deltalab.rule import UpdateRule
 from deltalab.tasks import BUILTIN, Task
 from deltalab.tasks.task import MOST_LENGTH, MOST_VOCABULARY
@@ -59,10 +61,15 @@ _OF_A_TASK = ("version", "metric", "maximize")
 
 @dataclass(frozen=True)
 class Plugin:
-    """The class of a rule or a task, and the file that defines it. Another process finds the class by this file."""
+    """The class of a rule or a task, and the file that defines it. Another process finds the class by this file.
+
+    Attributes:
+        package: For a module of an installed package, its version, or a hash of its files if they may change.
+    """
 
     kind: type[UpdateRule] | type[Task]
     file: Path
+    package: str = ""
 
     @property
     def source(self) -> str:
@@ -72,7 +79,8 @@ class Plugin:
     @property
     def hash(self) -> str:
         """The SHA-256 of the file as it was imported, without the lines of `published`, which no trial depends on."""
-        return source_hash(_source_bytes(self.file))
+        digest = source_hash(_source_bytes(self.file))
+        return hashlib.sha256(f"{digest} {self.package}".encode()).hexdigest() if self.package else digest
 
 
 def add_plugin(file: str | Path) -> list[Plugin]:
@@ -103,6 +111,7 @@ def refresh() -> None:
     """
     _all.cache_clear()
     _plugins.cache_clear()
+    _module_plugin.cache_clear()
     _rule_cache.clear()
     _broken.clear()
     _duplicates.clear()
@@ -151,11 +160,13 @@ def list_tasks() -> list[str]:
 
 
 def rule_plugin(name: str) -> Plugin:
-    """Returns the class and the file of a rule.
+    """Returns the class and the file of a rule, or of a module that stands for one: see `own_module`.
 
     Raises:
-        InputError: No plugin has this name.
+        InputError: No plugin has this name, or no module is found by it.
     """
+    if is_path(name) and name not in _all(UpdateRule):
+        return _module_plugin(name)
     return _find(UpdateRule, "rule", name)
 
 
@@ -205,6 +216,76 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
             _rule_cache.clear()
         _rule_cache[key] = rule
     return rule
+
+
+def add_module(name: str, file: str | Path) -> Plugin:
+    """Finds a module `file.py:Name` by the path of its file as another process had it, and returns its plugin."""
+    if ":" in name:
+        _moved[name.rpartition(":")[0]] = Path(file)
+        _module_plugin.cache_clear()
+    return rule_plugin(name)
+
+
+_moved: dict[str, Path] = {}
+"""Where the files of modules lie that are named by a path relative to the folder of another process."""
+
+
+@cache
+def _module_plugin(name: str) -> Plugin:
+    """Returns the plugin of a module `file.py:Name` or `package.Name`: a class, or a function that makes a module."""
+    file_name, colon, attribute = name.rpartition(":")
+    package = ""
+    if colon:
+        path = Path(file_name)
+        module = _load((path if path.is_file() else _moved.get(file_name, path)).resolve())
+        where = file_name
+    else:
+        where, _, attribute = name.rpartition(".")
+        module = _imported(where, name)
+    make = getattr(module, attribute, None)
+    if not callable(make):
+        modules = [n for n, value in vars(module).items() if inspect.isclass(value) and issubclass(value, nn.Module)]
+        raise unknown("module", attribute, modules, where=where)
+    try:
+        file = Path(inspect.getfile(make)).resolve()
+    except TypeError:
+        raise InputError(f"module '{name}' has no Python source") from None
+    if not colon:
+        package = _package(where.partition(".")[0])
+    _source_bytes(file)
+    return Plugin(of_module(name, make), file, package)
+
+
+def _imported(package: str, name: str) -> ModuleType:
+    try:
+        with _import_guard():
+            return importlib.import_module(package)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name and (package == error.name or package.startswith(f"{error.name}.")):
+            attribute = name.rpartition(".")[2]
+            raise InputError(
+                f"'{name}' is neither a rule nor a module: no package '{error.name}' is installed; for a module of a "
+                f"file, say file.py:{attribute}"
+            ) from None
+        raise InputError(f"module '{name}': package '{package}' needs '{error.name}', which is not installed") from None
+    except BaseException as error:
+        raise InputError(
+            f"module '{name}': package '{package}' does not import: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _package(top: str) -> str:
+    """Returns the version of an installed package, or a hash of all its Python files if it lies elsewhere."""
+    folders = [Path(path) for path in getattr(sys.modules[top], "__path__", [])]
+    if any({"site-packages", "dist-packages"} & set(folder.parts) for folder in folders):
+        names = packages_distributions().get(top, [])
+        return " ".join(f"{name} {version(name)}" for name in sorted(set(names)))
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return f"{top} {digest.hexdigest()}"
 
 
 def get_task(name: str, /, **params: object) -> Task:

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from deltalab.authoring.check import CheckResult
 from deltalab.errors import WrongRules
+from deltalab.own_module import OwnModule
 from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.training.train import NUMERICS
 
@@ -81,7 +82,7 @@ def keep(rule: str, results: Sequence[CheckResult]) -> Verdict:
 
 def unchecked(rules: Sequence[str]) -> dict[str, str]:
     """Returns a dictionary from each of `rules` that has not passed its checks to the reason."""
-    verdicts = {rule: known(rule) for rule in rules}
+    verdicts = {rule: known(rule) for rule in _declared(rules)}
     return {
         rule: NOT_CHECKED if verdict is None else f"fails {', '.join(check for check, _ in verdict.failed)}"
         for rule, verdict in verdicts.items()
@@ -99,7 +100,7 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
     Raises:
         WrongRules: Some rules fail their checks; the error has a line for each of them.
     """
-    verdicts = {rule: known(rule) for rule in rules}
+    verdicts = {rule: known(rule) for rule in _declared(rules)}
     missing = [rule for rule, verdict in verdicts.items() if verdict is None]
     for number, rule in enumerate(missing, start=1):
         if not quiet:
@@ -119,6 +120,11 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
             )
     if wrong:
         raise WrongRules(wrong)
+
+
+def _declared(rules: Sequence[str]) -> list[str]:
+    """Returns the rules without the modules of other authors, which `module_checks` holds to less, in each study."""
+    return [rule for rule in rules if not issubclass(rule_plugin(rule).kind, OwnModule)]
 
 
 def checked(rule: str, *, quick: bool = False) -> list[CheckResult]:

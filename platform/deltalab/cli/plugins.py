@@ -1,4 +1,4 @@
-"""The commands `platform rule ...` and `platform task ...`."""
+"""The commands `platform rule ...`, `platform module ...` and `platform task ...`."""
 
 import json
 import os
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deltalab.tasks import Task
 
 rule = typer.Typer(no_args_is_help=True, help="List, show, check, time and start update rules.")
+module = typer.Typer(no_args_is_help=True, help="Check modules of any author, which stand in place of rules.")
 task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
 console = Console()
 FORKED = hasattr(os, "fork")
@@ -143,6 +144,29 @@ def rule_from_search(
     print(f"{file}: read its equation, then: platform rule check {file}")
 
 
+@module.command("check")
+def module_check(
+    name: Annotated[str, typer.Argument(metavar="FILE.py:NAME|PACKAGE.NAME", help="A class, or a function.")],
+    kwargs: Params = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", metavar="KEY=VALUE", help="A setting of the model: d_model=64.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a torch.nn.Module to what a study relies on. KEY=VALUE are its arguments. Exit 1 if a check fails."""
+    from deltalab.authoring.module_checks import OPTIONS, check_module
+    from deltalab.models.spec import ModelSpec
+    from deltalab.own_module import OwnModule, as_rule
+    from deltalab.reading import read_pairs
+
+    mixer = as_rule({"module": name, "kwargs": read_pairs(kwargs or [])}, "platform module check")
+    spec = ModelSpec.of({"vocab_size": 2, **OPTIONS, **read_pairs(model or []), "rule": mixer})
+    own = spec.make_rule()
+    if not isinstance(own, OwnModule):
+        raise InputError(f"'{name}' is a rule: platform rule check {name}")
+    _print_checks({name: check_module(own, spec, forked=FORKED)}, "module", as_json)
+
+
 @task.command("list")
 def task_list(as_json: AsJson = False) -> None:
     """List the proxy tasks."""
@@ -200,6 +224,8 @@ def task_new(name: str, folder: Folder = Path("plugins")) -> None:
 def _plugin_names(name: str, kind: type) -> list[str]:
     """Returns the names of the rules or tasks, as `kind` says, that a user means by a name or a plugin file."""
     if not name.endswith(".py"):
+        if ".py:" in name:
+            raise InputError(f"'{name}' names a module, which is no {kind.__name__}: platform module check {name}")
         return [name]
     from deltalab.registry import add_plugin
 

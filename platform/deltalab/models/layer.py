@@ -32,14 +32,16 @@ class CacheSize(NamedTuple):
         kv: The parts of the rule's state that begin empty and grow with the tokens, such as the keys and values of
             attention. A window ends their growth.
         conv: The inputs that the convolution and the token shift read again, and the number of tokens that RoPE counts.
+
+    A module that does not say what it holds has a `recurrent` of NaN.
     """
 
-    recurrent: int
+    recurrent: float
     kv: int
     conv: int
 
     @property
-    def state(self) -> int:
+    def state(self) -> float:
         """The elements of the rule's memory, without the inputs that the layer keeps around the rule."""
         return self.recurrent + self.kv
 

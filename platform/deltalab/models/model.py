@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from deltalab.errors import InputError
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import CacheSize, LayerCache, RuleLayer
+from deltalab.models.module_layer import ModuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear, widening
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.ops.norm import ResidualNorm, RMSNorm
 from deltalab.ops.packing import Packing, Sequences
+from deltalab.own_module import OwnModule
 
 
 class Embedding(Started, nn.Embedding):
@@ -95,30 +97,35 @@ class Block(nn.Module):
         shrink = (2 * depth) ** -0.5
         key_dim, value_dim = spec.head_dims
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
-        self.mixer = RuleLayer(
-            spec.make_rule(),
-            spec.d_model,
-            spec.heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            conv=spec.conv,
-            qk_heads=spec.own_qk_heads,
-            kv_heads=spec.kv_heads,
-            qk_norm=spec.qk_norm,
-            rope=(ROPE if spec.rope is True else spec.rope) if spec.rope else None,
-            token_shift=spec.token_shift,
-            output_norm=spec.output_norm,
-            output_gate=spec.output_gate,
-            gate_rank=spec.gate_rank,
-            features=spec.features,
-            scale=spec.scale,
-            low_rank_bias=spec.low_rank_bias,
-            conv_bias=spec.conv_bias,
-            skip=spec.skip,
-            norm_eps=spec.norm_eps,
-            out_std=shrink * (spec.heads * value_dim) ** -0.5,
-            chunk_size=spec.chunk_size,
-        )
+        rule = spec.make_rule()
+        self.mixer: RuleLayer | ModuleLayer
+        if isinstance(rule, OwnModule):
+            self.mixer = ModuleLayer(rule, spec.of_module)
+        else:
+            self.mixer = RuleLayer(
+                rule,
+                spec.d_model,
+                spec.heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                conv=spec.conv,
+                qk_heads=spec.own_qk_heads,
+                kv_heads=spec.kv_heads,
+                qk_norm=spec.qk_norm,
+                rope=(ROPE if spec.rope is True else spec.rope) if spec.rope else None,
+                token_shift=spec.token_shift,
+                output_norm=spec.output_norm,
+                output_gate=spec.output_gate,
+                gate_rank=spec.gate_rank,
+                features=spec.features,
+                scale=spec.scale,
+                low_rank_bias=spec.low_rank_bias,
+                conv_bias=spec.conv_bias,
+                skip=spec.skip,
+                norm_eps=spec.norm_eps,
+                out_std=shrink * (spec.heads * value_dim) ** -0.5,
+                chunk_size=spec.chunk_size,
+            )
         self.mlp: nn.Module | None = None
         if spec.mlp and spec.block == "transformer":
             self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from deltalab.errors import InputError, unknown
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
+from deltalab.own_module import OwnModule, as_rule, is_path
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
@@ -18,6 +19,9 @@ ATTENTION = "attention"
 
 RULE = "rule"
 """An entry of `ModelSpec.layers` that stands for `ModelSpec.rule`."""
+
+MIXER = "mixer"
+"""A key of a model that names a module in place of a rule: {module: ..., kwargs: {...}}."""
 
 ROPE = 10000.0
 """The default base of rotary positions."""
@@ -85,8 +89,8 @@ class ModelSpec:
         d_model: The width of each layer.
         layers: A number of layers, or a list of the layers from first to last. An entry of the list is `rule`, which
             stands for the model's rule; the name of another rule; {name: ..., knob: ..., layer: {setting: ...}}, where
-            `layer` changes settings of `OF_A_LAYER` in this layer alone; or {repeat: n, pattern: [entry, ...]}. A list
-            has an entry for each block, also with `mamba` blocks.
+            `layer` changes settings of `OF_A_LAYER` in this layer alone; {module: ..., kwargs: {...}}, a module of any
+            author; or {repeat: n, pattern: [entry, ...]}. A list has an entry for each block, also with `mamba` blocks.
         heads: The heads of each layer.
         key_dim: The width of a head's keys; None for d_model / heads.
         expand_v: The width of a head's values over the width of its keys.
@@ -169,6 +173,7 @@ class ModelSpec:
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
+        self._without_idle()
         for name in ("vocab_size", "d_model", "heads", "chunk_size"):
             _whole(name, getattr(self, name), least=1)
         for name in ("conv", "window"):
@@ -220,10 +225,16 @@ class ModelSpec:
             return given
         if not isinstance(given, Mapping):
             raise InputError(f"model must be a mapping with vocab_size and rule, not {given!r}")
+        if MIXER in given:
+            if "rule" in given:
+                raise InputError(f"model.{MIXER} stands in place of a rule: give one of them")
+            given = {key: value for key, value in given.items() if key != MIXER} | {
+                "rule": as_rule(given[MIXER], f"model.{MIXER}")
+            }
         names = [f.name for f in fields(cls)]
         for key in given:
             if key not in names:
-                raise unknown("model key", key, names)
+                raise unknown("model key", key, [*names, MIXER])
         for key in ("vocab_size", "rule"):
             if key not in given:
                 raise InputError(f"model: needs {key}")
@@ -235,6 +246,19 @@ class ModelSpec:
 
             rule, settings = written_out(rule, settings)
         return cls(**settings, rule=rule)
+
+    def _without_idle(self) -> None:
+        """Puts settings that no layer reads at their defaults, if all layers are modules: equal models are equal."""
+        if self.attention or not isinstance(self.layers, int):
+            return
+        rule = self.make_rule()
+        if not isinstance(rule, OwnModule):
+            return
+        for setting in fields(self):
+            if setting.name in (*OF_A_LAYER, "chunk_size") and setting.name not in rule.settings:
+                object.__setattr__(self, setting.name, 1 if setting.name == "heads" else setting.default)
+        if self.base_width is not None:
+            raise InputError(f"model.base_width scales matrices of deltalab, and module '{rule.name}' has its own")
 
     def make_rule(self) -> UpdateRule:
         """Returns the rule with its knobs set."""
@@ -291,6 +315,19 @@ class ModelSpec:
         """The widths of a head's keys and values, K and V."""
         key_dim = self.key_dim or self.d_model // self.heads
         return key_dim, max(1, round(key_dim * self.expand_v))
+
+    @property
+    def of_module(self) -> dict[str, float]:
+        """What the arguments of a module may name: see `own_module.OF_A_MODEL`."""
+        key_dim, value_dim = self.head_dims
+        return {
+            "chunk_size": self.chunk_size,
+            "d_model": self.d_model,
+            "heads": self.heads,
+            "key_dim": key_dim,
+            "norm_eps": self.norm_eps,
+            "value_dim": value_dim,
+        }
 
     @property
     def tied_factor(self) -> float:
@@ -434,9 +471,12 @@ def _repeated(layers: object, where: str) -> list[object]:
         if not isinstance(entry, Mapping) or "name" in entry:
             entries.append(entry)
             continue
+        if "module" in entry:
+            entries.append(as_rule(entry, where))
+            continue
         for key in entry:
             if key not in ("repeat", "pattern"):
-                raise unknown("key", key, ("name", "repeat", "pattern"), where=where)
+                raise unknown("key", key, ("name", "module", "repeat", "pattern"), where=where)
         if "pattern" not in entry:
             raise InputError(f"{where}: {{repeat: n}} needs pattern: [layer, ...]")
         _whole("layers repeat", entry.get("repeat", 1), least=1)
@@ -474,6 +514,8 @@ def _entry(entry: object, rule_name: str) -> Layer:
 
         knobs, settings = written_out(knobs, settings)
     name = knobs.pop("name")
+    if settings and is_path(name) and isinstance(get_rule(name, **knobs), OwnModule):
+        raise InputError(f"model.layers: module '{name}' has no {next(iter(settings))} of a layer: give it kwargs")
     settings = {"layer": dict(settings)} if settings else {}
     if name == RULE and knobs:
         raise InputError(f"model.layers: `{RULE}` is the model's rule with its knobs, and takes no {next(iter(knobs))}")

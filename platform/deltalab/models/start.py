@@ -120,6 +120,30 @@ class Parameters(Started, nn.ParameterDict):
             self[name] = self.drawn(name, starts[name], *shapes[name])
 
 
+class Remade(nn.Module):
+    """A module that holds `inner`, a module of another author, and makes it anew to start it.
+
+    Attributes:
+        inner: The module.
+    """
+
+    inner: nn.Module
+
+    def make(self) -> nn.Module:
+        """Makes the inner module, whose parameters start from torch's global generator."""
+        raise NotImplementedError
+
+
+def remade(module: Remade, seed: int | None) -> nn.Module:
+    """Makes the inner module of `module` as if a seed had just been set; None takes torch's generator as it stands."""
+    if seed is None:
+        return module.make()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        return module.make()
+
+
 def linear(
     inputs: int, outputs: int, *, std: float | None = None, bias: bool = False, widens: bool = True
 ) -> nn.Linear:
@@ -148,6 +172,9 @@ def initialize(
     """
     started: set[int] = set()
     for path, part in module.named_modules():
+        if isinstance(part, Remade):
+            _start_anew(part, None if seed is None else _number(seed, path, ""), started, wanted)
+            continue
         norm = isinstance(part, RMSNorm | ResidualNorm | HeadNorm)
         for name, value in part.named_parameters(recurse=False):
             # Start tied parameters once, by their first name.
@@ -160,10 +187,28 @@ def initialize(
                 _fill(value, part.starts[name], None if seed is None else _stream(seed, path, name))
 
 
+def _start_anew(part: Remade, seed: int | None, started: set[int], wanted: Callable[[nn.Parameter], bool]) -> None:
+    """Starts the parameters of a module of another author, as the module starts them."""
+    values = {
+        name: value for name, value in part.inner.named_parameters() if id(value) not in started and wanted(value)
+    }
+    if all(value.is_meta for value in values.values()):
+        return
+    with torch.device("cpu"):
+        fresh = dict(remade(part, seed).named_parameters())
+    for name, value in values.items():
+        started.add(id(value))
+        _fill(value, lambda shape, generator, name=name: fresh[name].detach(), None)  # type: ignore[misc]
+
+
 def _stream(seed: int, path: str, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(_number(seed, path, name))
+
+
+def _number(seed: int, path: str, name: str) -> int:
     address = ".".join([part for part in path.split(".") if part and part not in WRAPPERS] + [name])
     digest = hashlib.sha256(f"{seed}/{address}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return int.from_bytes(digest[:7], "little")
 
 
 @torch.no_grad()

@@ -146,4 +146,6 @@ def _counted(model: Model, length: int, step: int) -> list[Metric]:
         "kv_cache": size.kv,
         "conv_cache": size.conv,
     }
+    if math.isnan(size.state):  # a module that does not say what it holds
+        del found["state_size"], found["kv_cache"]
     return [("cost", name, step, float(value)) for name, value in found.items()]

@@ -65,7 +65,7 @@ class Layout:
     def unpack(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns each parameter [n, ...] of rows [n, P], as a view."""
         parts = zip(self.names, self.shapes, rows.split(self.sizes, dim=1), strict=True)
-        return {name: part[:, : shape.numel()].unflatten(1, shape) for name, shape, part in parts}
+        return {name: part[:, : shape.numel()].view(len(rows), *shape) for name, shape, part in parts}
 
 
 class Moments(NamedTuple):

@@ -14,6 +14,7 @@ from torch.func import functional_call, vmap
 
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, places
+from deltalab.models.module_layer import ModuleLayer
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.tasks import IGNORE
@@ -192,7 +193,7 @@ class Stack:
             return features, torch.stack(sizes).max()
 
         parameters = self.layout.unpack(self.state.weights)
-        with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
+        with _evaluating(self.model), torch.autocast(self.device.type, torch.bfloat16, self.bf16):
             if len(self) == 1:
                 features, size = measure_run({name: rows[0] for name, rows in parameters.items()})
                 return features[None], size[None]
@@ -216,14 +217,32 @@ def _under(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Takes a model out of training, which matters to the dropout of a user's module."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+@contextmanager
 def _output_rms(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the root mean square of every rule's output while the model runs."""
+    """Collects the root mean square of the output of every rule, and every module, while the model runs."""
     sizes: list[Tensor] = []
 
-    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        sizes.append(args[0].float().square().mean().sqrt())
+    def keep(o: Tensor) -> None:
+        sizes.append(o.float().square().mean().sqrt())
 
-    handles = [layer.norm.register_forward_pre_hook(keep) for layer in model.modules() if isinstance(layer, RuleLayer)]
+    layers = list(model.modules())
+    handles = [
+        layer.norm.register_forward_pre_hook(lambda _, args: keep(args[0]))
+        for layer in layers
+        if isinstance(layer, RuleLayer)
+    ]
+    handles += [
+        layer.register_forward_hook(lambda _, args, y: keep(y)) for layer in layers if isinstance(layer, ModuleLayer)
+    ]
     try:
         yield sizes
     finally:

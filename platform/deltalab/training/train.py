@@ -59,6 +59,7 @@ class TrialResult:
         runs: The result of each seed.
         parameters: The number of the model's parameters.
         state_size: The elements of the model's memory after a whole sequence: the state of its rules, KV caches too.
+            None if a module of the model does not say what it holds.
         tokens_per_second: The tokens of all seeds that were trained in a second, on a CPU in one in which the training
             had its core.
         hardware: The hardware and software, and the settings for speed, by name.
@@ -66,7 +67,7 @@ class TrialResult:
 
     runs: list[RunResult]
     parameters: int
-    state_size: int
+    state_size: int | None
     tokens_per_second: float
     hardware: dict[str, str]
 
@@ -217,7 +218,7 @@ def _trained(
     for run in trial.runs:
         run.metrics += costs
     parameters = sum(p.numel() for p in trial.network.parameters())
-    state_size = next(int(value) for _, name, _, value in costs if name == "state_size")
+    state_size = next((int(value) for _, name, _, value in costs if name == "state_size"), None)
     return [
         TrialResult(
             runs=trial.results(i, weights=True),

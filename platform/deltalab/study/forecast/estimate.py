@@ -48,7 +48,7 @@ class ArmCost:
         change: What the arm changes in the base, in words.
         parameters: How many elements are trained.
         dead_parameters: How many of them do nothing; None if the blocks are too large to count them.
-        state_size: The elements of the rules' memory of one sequence, KV caches too.
+        state_size: The elements of the rules' memory of one sequence, KV caches too; None if a module does not say.
         kv_cache: How many of them grow with the sequence.
         conv_cache: The elements that are held beside the memory, which the convolution reads again.
         seconds: The time of all trials of the arm, one after another; None if the time is not known.
@@ -59,7 +59,7 @@ class ArmCost:
     change: str
     parameters: int
     dead_parameters: int | None
-    state_size: int
+    state_size: int | None
     kv_cache: int
     conv_cache: int
     seconds: float | None
@@ -145,8 +145,9 @@ class Estimate:
         for column in ("task", "arm", "change to the base", "parameters", "state", *more, "time"):
             table.add_column(column, overflow="fold")
         for arm in self.arms:
-            sizes = [arm.parameters, arm.state_size - arm.kv_cache, *(getattr(arm, key) for key in more.values())]
-            table.add_row(arm.task, arm.arm, arm.change, *(f"{size:,}" for size in sizes), duration(arm.seconds))
+            state = "not known" if arm.state_size is None else f"{arm.state_size - arm.kv_cache:,}"
+            sizes = [f"{arm.parameters:,}", state, *(f"{getattr(arm, key):,}" for key in more.values())]
+            table.add_row(arm.task, arm.arm, arm.change, *sizes, duration(arm.seconds))
         time = (
             "for a time that is unknown"
             if self.seconds is None
@@ -238,7 +239,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             ),
             parameters=cost.parameters,
             dead_parameters=dead,
-            state_size=cost.cache.state,
+            state_size=None if math.isnan(cost.cache.state) else int(cost.cache.state),
             kv_cache=cost.cache.kv,
             conv_cache=cost.cache.conv,
             seconds=None if step is None else (searched + runs) * step * _steps(training),

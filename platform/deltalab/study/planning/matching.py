@@ -149,7 +149,13 @@ class Matcher:
             # A default key_dim and the same number make one model, which is counted once.
             model = replace(model, key_dim=model.head_dims[0])
         try:
-            return self._counter.costs(model, length).by_quantity()[quantity]
+            amount = self._counter.costs(model, length).by_quantity()[quantity]
+            if math.isnan(amount):
+                raise InputError(
+                    f"the {quantity} of module '{config['rule']['name']}' is not known: give it a method "
+                    "state_size(length), or take parameters or flops"
+                )
+            return amount
         except InputError:
             raise
         except Exception as error:

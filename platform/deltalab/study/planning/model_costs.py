@@ -8,9 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deltalab.models.layer import CacheSize, LayerCache, RuleLayer
-from deltalab.models.model import Model
+from deltalab.models.layer import CacheSize, LayerCache
+from deltalab.models.model import Block, Model
 from deltalab.models.spec import ModelSpec
+from deltalab.own_module import OwnModule
 
 SAMPLE = 16
 """How many tokens a block is run on at most, unless its state grows with the tokens."""
@@ -89,6 +90,8 @@ class CostCounter:
         )
 
     def _block(self, model: ModelSpec, length: int) -> "_Blocks":
+        if isinstance(model.make_rule(), OwnModule):  # its products may grow with the tokens in any way
+            return self._counted(model, length)
         sample = self._counted(model, None if length > SAMPLE else length)
         return self._counted(model, length) if sample.grows else sample
 
@@ -113,7 +116,6 @@ class _Blocks:
     """Whether the cache was larger one token later."""
 
 
-@torch.no_grad()
 def _count(model: ModelSpec, length: int | None) -> _Blocks:
     """Counts after `length` tokens, or after `SAMPLE` tokens and one more if `length` is None."""
     width = model.heads * sum(model.head_dims)
@@ -121,6 +123,19 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
         model.d_model * max(width, model.mlp_width or 3 * model.d_model), model.heads * (length or 0) ** 2 // 8
     )
     device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
+    if not isinstance(model.make_rule(), OwnModule):
+        return _count_on(device, model, length)
+    try:
+        return _count_on(torch.device("cpu"), model, length)
+    except Exception:
+        if not torch.cuda.is_available():
+            raise
+        with torch.autocast("cuda", torch.bfloat16):  # the module needs a GPU
+            return _count_on(torch.device("cuda"), model, length)
+
+
+@torch.no_grad()
+def _count_on(device: torch.device, model: ModelSpec, length: int | None) -> _Blocks:
     with device:
         network = Model(model)
     flops, cache = _run(network, length or SAMPLE, device)
@@ -128,7 +143,7 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
     grows = length is None and network.hidden(token, cache)[1][0].numel() != cache[0].numel()
     inside = sum(p.numel() for p in network.blocks.parameters())
     ends = sum(p.numel() for p in network.parameters()) - inside
-    size = cast(RuleLayer, network.blocks[0].mixer).cache_size(cache[0])
+    size = cast(Block, network.blocks[0]).mixer.cache_size(cache[0])
     return _Blocks(ends, inside // model.depth, size, flops / model.depth, grows)
 
 

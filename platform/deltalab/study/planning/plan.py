@@ -305,6 +305,13 @@ class Plan:
             raise Infeasible(reason, job)
         return job
 
+    def models(self) -> list[ModelSpec]:
+        """Returns the model of each arm, and of the base with each rule that a search may choose for it."""
+        configs = [arm.config for arm in self.arms]
+        knob = self.budget.knobs.get("rule") if self.budget else None
+        configs += [{**self.arms[0].config, "rule": rule} for rule in (knob.choice if knob else None) or ()]
+        return [ModelSpec.of({**config["model"], "rule": config["rule"]}) for config in configs]
+
     @cached_property
     def _matcher(self) -> Matcher:
         return Matcher({})

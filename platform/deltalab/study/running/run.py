@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from deltalab.authoring import verdict
+from deltalab.authoring.module_checks import demand_modules
 from deltalab.errors import InputError
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
@@ -191,6 +192,7 @@ def run_study(plan: Plan, settings: RunSettings) -> StudyResult:
     with LogTo(settings.log_to, quiet=settings.quiet) as logs:
         if not settings.unchecked:
             verdict.demand(plan.rules, quiet=settings.quiet)
+            demand_modules([block for model in plan.models() for _, block in model.kinds()])
         with signals.in_order(), Store.open(settings.db, create=not settings.join) as store:
             plan, planned = as_further_look(plan, store), plan
             for note in plan.notes[len(planned.notes) :]:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from deltalab.models.spec import ModelSpec
+from deltalab.models.spec import MIXER, ModelSpec
 from deltalab.study.specs import budget, ladder_sizes, search_space, study_file
 from deltalab.study.specs.method_settings import OF_THE_TASK
 from deltalab.tasks import BUILTIN
@@ -47,6 +47,12 @@ def schema() -> dict[str, Any]:
             reference = defs[method]["properties"][section]
             defs[method]["properties"][section] = {"$ref": f"#/$defs/{name}", "description": reference["description"]}
     # Validators take more than the types say.
+    module = {"module": {"type": "string"}, "kwargs": {"type": "object"}}
+    defs["ModelSpec"]["properties"][MIXER] = {
+        "anyOf": [{"type": "string"}, {"type": "object", "properties": module, "required": ["module"]}],
+        "description": "A torch.nn.Module in place of a rule: {module: file.py:Name or package.Name, kwargs: {...}}.",
+    }
+    del defs["Method"]["required"]
     search = defs["Search"]["properties"]
     search["lengths"] = {"description": search["lengths"]["description"]}
     either = [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]

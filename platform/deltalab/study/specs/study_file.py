@@ -11,6 +11,8 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, fiel
 
 from deltalab.authoring.files import study_folder
 from deltalab.errors import InputError, unknown
+from deltalab.models.spec import MIXER
+from deltalab.own_module import as_rule
 from deltalab.reading import read_text, read_yaml
 from deltalab.study.specs.budget import Bound, Constrain, Match, Searching, Tune
 from deltalab.study.specs.ladder_sizes import Ladder, refuse_both
@@ -121,7 +123,25 @@ SeedsKey = Annotated[
 Further.model_rebuild()
 
 
-class Change(_Strict):
+class _WithRule(_Strict):
+    """A section with a rule and a model, whose `model.mixer` stands for a rule."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mixer_as_rule(cls, raw: Any) -> Any:
+        model = raw.get("model") if isinstance(raw, dict) else None
+        if not isinstance(model, dict) or MIXER not in model:
+            return raw
+        if raw.get("rule") is not None:
+            raise ValueError(f".model.{MIXER} stands in place of a rule: give one of them")
+        try:
+            rule = as_rule(model[MIXER], f".model.{MIXER}")
+        except InputError as error:
+            raise ValueError(str(error)) from None
+        return {**raw, "rule": rule, "model": {key: value for key, value in model.items() if key != MIXER}}
+
+
+class Change(_WithRule):
     """What an arm, or an entry of `for_task`, changes in the base.
 
     Attributes:
@@ -137,7 +157,7 @@ class Change(_Strict):
     match: Match | None = None
 
 
-class Method(_Strict):
+class Method(_WithRule):
     """A rule, a model and a training, as `base` states them.
 
     Attributes:

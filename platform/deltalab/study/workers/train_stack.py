@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from deltalab.errors import InputError
-from deltalab.registry import add_plugin, get_task, rule_plugin, task_plugin
+from deltalab.own_module import is_path
+from deltalab.registry import add_module, add_plugin, get_task, rule_plugin, task_plugin
 from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
 from deltalab.study.workers.decode_time import decode_us
 from deltalab.study.workers.jobs import IMPORTING, Job, Lost, checkpoint_file, forget_checkpoint, late
@@ -171,7 +172,10 @@ def _load_plugins(job: Job) -> None:
         try:
             plugin = find(name)
         except InputError:
-            add_plugin(file)
+            if kind == "rule" and is_path(name):
+                add_module(name, file)
+            else:
+                add_plugin(file)
             plugin = find(name)
         if digest and plugin.hash != digest:
             raise InputError(f"{kind} '{name}' in {plugin.file} is not what the study was planned with")

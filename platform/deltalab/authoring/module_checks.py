@@ -1,0 +1,368 @@
+"""The checks of a module in place of a rule: what a study relies on, although the module declares nothing."""
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from deltalab.authoring.check import Check, CheckResult, Measurement, Note, run_checks, told_once
+from deltalab.errors import InputError, WrongRules
+from deltalab.models.module_layer import ModuleLayer
+from deltalab.models.spec import ModelSpec
+from deltalab.models.start import initialize
+from deltalab.own_module import OwnModule
+
+LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100, 128, 129, 200)
+"""Lengths around the borders of chunks."""
+LONGEST = max(LENGTHS)
+PLACES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 199)
+"""Tokens that are changed, for causality."""
+OPTIONS = {"d_model": 64, "heads": 2}
+"""The settings of the model in which `platform module check` tries a module, unless the caller gives others."""
+
+
+class Subject(NamedTuple):
+    """A module to check, and where it runs.
+
+    Attributes:
+        rule: The module and its arguments.
+        of_model: The settings of the model around it.
+        device: The CPU, or a GPU for a module that needs one.
+    """
+
+    rule: OwnModule
+    of_model: Mapping[str, float]
+    device: str
+
+    def layer(self, seed: int = 0) -> ModuleLayer:
+        """Makes the layer, started from a seed."""
+        layer = ModuleLayer(self.rule, self.of_model)
+        initialize(layer, seed)
+        return layer.to(self.device)
+
+    def inputs(self, length: int = LONGEST, batch: int = 2, seed: int = 0) -> Tensor:
+        """Draws x [B, T, d]."""
+        draw = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, length, int(self.of_model["d_model"]), generator=draw).to(self.device)
+
+    @property
+    def exact(self) -> float:
+        """The relative error of equal computations in another order: of fp32, or of a GPU's bf16."""
+        return 1e-4 if self.device == "cpu" else 3e-2
+
+    def called(self, layer: ModuleLayer, x: Tensor, *more: Tensor) -> Tensor:
+        """Calls the layer as training does: in bf16 on a GPU. Two calls draw the same random numbers."""
+        torch.manual_seed(0)
+        with torch.autocast(self.device, torch.bfloat16, self.device != "cpu"):
+            y: Tensor = layer(x, *more)
+        return y.float()
+
+
+def _apart(y: Tensor, want: Tensor) -> float:
+    """Returns the largest difference, as a share of the largest value."""
+    return float((y - want).abs().max() / want.abs().max().clamp_min(1e-12))
+
+
+def runs(subject: Subject) -> Iterator[Measurement]:
+    """Measures the share of the values that are not finite, at each length."""
+    layer = subject.layer()
+    for length in LENGTHS:
+        y = subject.called(layer, subject.inputs(length))
+        yield Measurement(
+            float((~y.isfinite()).float().mean()), f"the share of y at {length} tokens that is not finite"
+        )
+
+
+@torch.no_grad()
+def causality(subject: Subject) -> Iterator[Measurement]:
+    """Measures how far earlier outputs move with a later token."""
+    layer, x = subject.layer(), subject.inputs()
+    y = subject.called(layer, x)
+    for place in PLACES:
+        changed = x.clone()
+        changed[:, place] += 1
+        moved = subject.called(layer, changed)
+        yield Measurement(
+            _apart(moved[:, :place], y[:, :place]) / subject.exact,
+            f"the error of outputs before token {place} after a change of that token, in units of rounding,",
+        )
+
+
+@torch.no_grad()
+def prefixes(subject: Subject) -> Iterator[Measurement]:
+    """Measures how far the outputs of the first tokens depend on how many tokens there are."""
+    layer, x = subject.layer(), subject.inputs()
+    y = subject.called(layer, x)
+    for length in LENGTHS:
+        alone = subject.called(layer, x[:, :length])
+        yield Measurement(
+            _apart(alone, y[:, :length]) / subject.exact,
+            f"the error of {length} tokens alone against the first of {LONGEST}, in units of rounding,",
+        )
+
+
+@torch.no_grad()
+def rows(subject: Subject) -> Iterator[Measurement]:
+    """Measures how far a row depends on the other rows of its batch."""
+    layer, x = subject.layer(), subject.inputs(batch=4)
+    y = subject.called(layer, x)
+    for row in range(len(x)):
+        alone = subject.called(layer, x[row : row + 1])
+        yield Measurement(
+            _apart(alone, y[row : row + 1]) / subject.exact,
+            f"the error of row {row} alone against the row in a batch, in units of rounding,",
+        )
+
+
+@torch.no_grad()
+def repetition(subject: Subject) -> Iterator[Measurement]:
+    """Measures what a call leaves behind: other outputs of the next call, or changed buffers."""
+    layer, x = subject.layer(), subject.inputs()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    y = subject.called(layer, x)
+    subject.called(layer, subject.inputs(seed=1))
+    yield Measurement(
+        _apart(subject.called(layer, x), y) / subject.exact, "the error of equal calls, in units of rounding,"
+    )
+    for name, value in layer.state_dict().items():
+        changed = not torch.equal(value, before[name])
+        yield Measurement(float(changed), f"whether a call changes '{name.removeprefix('inner.')}'")
+
+
+def gradients(subject: Subject) -> Iterator[Measurement | Note]:
+    """Measures the gradient along a direction against a difference of two outputs."""
+    layer, x = subject.layer(), subject.inputs(33)
+    parameters = dict(layer.named_parameters())
+    if subject.device == "cpu":
+        with torch.no_grad():
+            double = copy.deepcopy(layer).double()
+            try:
+                double(x.double())
+                layer, x, parameters = double, x.double(), dict(double.named_parameters())
+            except Exception:  # some kernels take fp32 alone
+                yield Note("the module does not run in fp64, so that gradients are held to a difference in fp32")
+    x = x.requires_grad_()
+    draw = torch.Generator().manual_seed(1)
+    weights = torch.randn(x.shape, generator=draw).to(x)
+
+    def total(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        with torch.autocast(subject.device, torch.bfloat16, subject.device != "cpu"):
+            y: Tensor = layer(x)
+        return (y.to(weights.dtype) * weights).sum()
+
+    given = [x, *parameters.values()]
+    found = torch.autograd.grad(total(x), given, allow_unused=True)
+    unused = [name for name, part in zip(parameters, found[1:], strict=True) if part is None]
+    if unused:
+        yield Note(f"no gradient reaches {', '.join(name.removeprefix('inner.') for name in unused[:4])}")
+    for name, part in zip(["x", *parameters], found, strict=True):
+        bad = 0.0 if part is None else float((~part.isfinite()).float().mean())
+        yield Measurement(
+            bad, f"the share of the gradient of {name.removeprefix('inner.')} that is not finite", "", 0.0
+        )
+    exact = x.dtype == torch.float64
+    step = 1e-6 if exact else 1e-2
+    directions = [torch.randn(value.shape, generator=draw).to(value) for value in given]
+    slope = sum(float((part * way).sum()) for part, way in zip(found, directions, strict=True) if part is not None)
+    ends = []
+    with torch.no_grad():
+        for sign in (1, -1):
+            for value, way in zip(given, directions, strict=True):
+                value.add_(sign * step * way)
+            ends.append(float(total(x)))
+            for value, way in zip(given, directions, strict=True):
+                value.sub_(sign * step * way)
+    difference = (ends[0] - ends[1]) / (2 * step)
+    limit = 1e-4 if exact else 0.1
+    error = abs(slope - difference) / max(abs(difference), abs(slope), float(weights.norm()))
+    yield Measurement(
+        error / limit, "the error of the gradient along a direction, as a share of what is allowed,", "", 1.0
+    )
+
+
+@torch.no_grad()
+def precisions(subject: Subject) -> Iterator[Measurement]:
+    """Measures the error of bf16 products, as a GPU trains with them."""
+    layer, x = subject.layer(), subject.inputs()
+    want = subject.called(layer, x)
+    with torch.autocast(subject.device, torch.bfloat16):
+        y = layer(x).float()
+    yield Measurement(float((y - want).norm() / want.norm().clamp_min(1e-12)), "the error with products in bf16")
+
+
+@torch.no_grad()
+def packing(subject: Subject) -> Iterator[Measurement | Note]:
+    """Measures packed sequences against each of them alone."""
+    layer = subject.layer()
+    if not layer.packs:
+        yield Note("its forward takes no `cu_seqlens`, so that packed sequences run one by one")
+    x, bounds = subject.inputs(batch=1), [0, 1, 30, 94, LONGEST]
+    with torch.autocast(subject.device, torch.bfloat16, subject.device != "cpu"):
+        y = layer.advance(x, cu_seqlens=torch.tensor(bounds, device=subject.device))[0].float()
+    for start, stop in itertools.pairwise(bounds):
+        alone = subject.called(layer, x[:, start:stop])
+        yield Measurement(
+            _apart(y[:, start:stop], alone) / subject.exact,
+            f"the error of the packed tokens {start} to {stop}, in units of rounding,",
+        )
+
+
+@torch.no_grad()
+def starts(subject: Subject) -> Iterator[Measurement | Note]:
+    """Measures whether the weights follow from the seed alone, and whether they can be saved and loaded."""
+    first, again, other = subject.layer(0), subject.layer(0), subject.layer(1)
+    values = dict(first.named_parameters())
+    same = all(torch.equal(value, values[name]) for name, value in again.named_parameters())
+    yield Measurement(float(not same), "whether the weights differ between two starts from one seed")
+    if values and all(torch.equal(value, values[name]) for name, value in other.named_parameters()):
+        yield Note("the weights start alike at every seed")
+    x = subject.inputs()
+    want = subject.called(first, x)
+    other.load_state_dict(first.state_dict())
+    yield Measurement(
+        _apart(subject.called(other, x), want) / subject.exact, "the error of loaded weights, in units of rounding,"
+    )
+
+
+def stacking(subject: Subject) -> Iterator[Note]:
+    """Notes whether runs of the module train as one stack."""
+    reason = unstackable(subject)
+    yield Note("its runs train as one stack" if reason is None else f"its runs train one by one: {reason}")
+
+
+@torch.no_grad()
+def unstackable(subject: Subject) -> str | None:
+    """Returns why runs of the module cannot train as one stack; None if they can."""
+    layer, x = subject.layer(), subject.inputs(17)
+    weights = {name: torch.stack([value.detach()] * 2) for name, value in layer.named_parameters()}
+    try:
+        with torch.autocast(subject.device, torch.bfloat16, subject.device != "cpu"):
+            vmap(lambda given, x: functional_call(layer, given, (x,)), randomness="same")(weights, torch.stack([x, x]))
+    except Exception as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return None
+
+
+_ROUNDING = 1.0
+CHECKS: tuple[Check[Subject], ...] = (
+    Check("runs", runs, 0.0, "the module divides by 0, or overflows"),
+    Check(
+        "repetition",
+        repetition,
+        _ROUNDING / 2,
+        "the module keeps state between calls: return it, or keep it out of `forward`",
+    ),
+    Check(
+        "causality",
+        causality,
+        _ROUNDING,
+        "a token reads later tokens: a mean over time, a padding on both sides, a mask",
+    ),
+    Check(
+        "prefixes",
+        prefixes,
+        _ROUNDING,
+        "the module does otherwise for short or odd lengths, so that decoding differs from training",
+    ),
+    Check("rows", rows, _ROUNDING, "a row reads other rows: a norm or a state over the batch"),
+    Check("gradients", gradients, 1.0, "a custom backward is wrong, or a part is detached"),
+    Check("precisions", precisions, 0.1, "a part needs fp32: compute it in fp32, whatever autocast says"),
+    Check("packing", packing, _ROUNDING, "a sequence reads the one before it: `cu_seqlens` is not used everywhere"),
+    Check("starts", starts, _ROUNDING / 2, "the start draws from another generator than torch's"),
+)
+
+
+def check_module(
+    rule: OwnModule, spec: ModelSpec | None = None, *, forked: bool = False, quick: bool = False
+) -> list[CheckResult]:
+    """Checks a module.
+
+    Args:
+        rule: The module and its arguments.
+        spec: The model in which it stands; None for one of `OPTIONS`.
+        forked: Whether each check runs in a process of its own.
+        quick: Whether to run only the checks that a study needs before it trains.
+
+    Returns:
+        A result for each check. If the module does not run at all, only that.
+    """
+    spec = spec or ModelSpec.of({"rule": rule.spec(), "vocab_size": 2, **OPTIONS})
+    subject = Subject(rule, spec.of_module, "cpu")
+    first = _run(subject, CHECKS[0])
+    if not first.passed:
+        if not torch.cuda.is_available():
+            return [first]
+        subject = subject._replace(device="cuda")
+        if not (first := _run(subject, CHECKS[0])).passed:
+            return [first]
+    wanted = [check for check in CHECKS[1:] if not quick or check.name in ("causality", "rows", "repetition")]
+    fork = forked and subject.device == "cpu"
+    results = [first, *run_checks(wanted, partial(_run, subject), where=rule.name, forked=fork)]
+    if not quick:
+        note = next(stacking(subject))
+        results[0] = CheckResult(first.name, True, first.figure, f"{first.message}; {note.text}")
+    return told_once(results)
+
+
+def demand_modules(specs: list[ModelSpec]) -> None:
+    """Checks the modules of models before anything trains.
+
+    Raises:
+        WrongRules: Some fail; the error has a line for each.
+    """
+    wrong, seen = [], set[str]()
+    for spec in specs:
+        rule = spec.make_rule()
+        if not isinstance(rule, OwnModule) or (key := f"{rule.spec()} {spec.of_module}") in seen:
+            continue
+        seen.add(key)
+        failed = [result for result in check_module(rule, spec, quick=True) if not result.passed]
+        if failed:
+            wrong.append(
+                f"module '{rule.name}' fails the check '{failed[0].name}': {failed[0].message}; "
+                f"`platform module check {rule.name}` says more, --unchecked runs the study all the same"
+            )
+    if wrong:
+        raise WrongRules(wrong)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    state = torch.get_rng_state()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_rng_state(state)
+        torch.set_num_threads(threads)
+
+
+def _run(subject: Subject, check: Check[Subject]) -> CheckResult:
+    """Runs one check, and returns its worst result."""
+    where, notes, measured = subject.rule.name, list[str](), list[Measurement]()
+    try:
+        with _quiet():
+            for found in check.measure(subject):
+                if isinstance(found, Note):
+                    notes.append(found.text)
+                else:
+                    measured.append(found)
+    except InputError as error:
+        return CheckResult(check.name, False, None, str(error))
+    except Exception as error:
+        result = check.raised(error, where)
+        if not torch.cuda.is_available() and re.search("triton|cuda|nvidia", str(error), re.IGNORECASE):
+            return CheckResult(check.name, False, None, f"{result.message}; it needs a GPU, and there is none here")
+        return result
+    worst = min(measured, key=lambda measurement: check.slack(measurement.figure, measurement.limit))
+    return check.judge(worst, where, "".join(f"; {note}" for note in notes))

@@ -1,0 +1,109 @@
+"""Any module as a layer of a model, with the interface of `RuleLayer`."""
+
+import inspect
+import itertools
+import math
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from deltalab.errors import InputError
+from deltalab.models.layer import CacheSize, LayerCache
+from deltalab.models.start import Remade, remade
+from deltalab.ops.packing import Sequences
+from deltalab.ops.scan import joined
+from deltalab.own_module import OwnModule
+
+
+class ModuleLayer(Remade):
+    """A module of any author, which maps x [B, T, d] to y [B, T, d].
+
+    Nothing is put around the module: projections, convolution, norm and gate are its own. Its buffers are those that
+    it has if torch's generator starts at 0, whatever the seed of the model.
+
+    For tokens that follow others, the module reads all tokens again. So decoding is exact for every causal module, and
+    a token costs as much as the whole sequence.
+
+    Args:
+        rule: The module and its arguments.
+        of_model: The settings of the model that the arguments may name.
+    """
+
+    def __init__(self, rule: OwnModule, of_model: Mapping[str, float]) -> None:
+        super().__init__()
+        self.rule, self.of_model = rule, dict(of_model)
+        self.inner = remade(self, 0)
+        self.packs = "cu_seqlens" in inspect.signature(self.inner.forward).parameters
+
+    def make(self) -> nn.Module:
+        """Makes the module anew, from torch's global generator."""
+        return self.rule.build(self.of_model)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Computes y [B, T, d]. If the module returns a tuple, y is its first element.
+
+        Args:
+            x: The inputs, [B, T, d].
+            cu_seqlens: The bounds of sequences in a row, for a module that takes them.
+
+        Raises:
+            InputError: The module fails, or y has another shape than x.
+        """
+        try:
+            y = self.inner(x) if cu_seqlens is None else self.inner(x, cu_seqlens=cu_seqlens)
+        except (TypeError, AttributeError, NotImplementedError, AssertionError) as error:
+            raise InputError(f"module '{self.rule.name}' does not run: {type(error).__name__}: {error}") from error
+        y = y[0] if isinstance(y, tuple | list) and y else y
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            found = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise InputError(f"module '{self.rule.name}' returns {found} for x {list(x.shape)}: y has the shape of x")
+        return y
+
+    def advance(
+        self, x: Tensor, cache: LayerCache | None = None, *, cu_seqlens: "Tensor | Sequences | None" = None
+    ) -> tuple[Tensor, LayerCache]:
+        """Computes y [B, T, d] for tokens that follow those of the cache, and the new cache, as `RuleLayer` does."""
+        if cache is None and cu_seqlens is None:
+            return self(x), _cache([x])
+        packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
+        if packed is None:
+            rows = [x[n : n + 1] for n in range(len(x))]
+        else:
+            rows = [x[:, start:stop] for start, stop in itertools.pairwise(packed.cu_seqlens.tolist())]
+        pasts = [x[:1, :0]] * len(rows) if cache is None else _pasts(cache)
+        if len(pasts) != len(rows):
+            raise InputError(f"the cache is of {len(pasts)} sequences, but x holds {len(rows)}")
+        whole = [torch.cat([past.to(row), row], dim=1) for past, row in zip(pasts, rows, strict=True)]
+        if cache is None and packed is not None and self.packs:
+            return self(x, packed.cu_seqlens), _cache(whole)
+        if len({row.shape[1] for row in whole}) == 1:
+            outputs = self(torch.cat(whole)).split(1)
+        else:
+            outputs = tuple(self(row) for row in whole)
+        new = [y[:, y.shape[1] - row.shape[1] :] for y, row in zip(outputs, rows, strict=True)]
+        return torch.cat(new, dim=0 if packed is None else 1), _cache(whole)
+
+    def cache_size(self, cache: LayerCache) -> CacheSize:
+        """Returns what the module says of its state: `state_size(length)`, or `state_size()`; else it is not known."""
+        count = getattr(self.inner, "state_size", None)
+        if not callable(count):
+            return CacheSize(math.nan, 0, 0)
+        length = sum(past.shape[1] for past in _pasts(cache))
+        size = float(count(length) if inspect.signature(count).parameters else count())
+        return CacheSize(size, 0, 0)
+
+
+def _cache(inputs: list[Tensor]) -> LayerCache:
+    """Returns the cache that holds the inputs [1, T, d] of each sequence, or [B, T, d] of all."""
+    first = inputs[0]
+    state, apart = joined([(row,) for row in inputs])
+    sequences = sum(map(len, inputs))
+    empty = first.new_zeros(sequences, 0, 0)
+    return LayerCache(empty, state, first.new_zeros(sequences, 0, dtype=torch.long), empty, apart)
+
+
+def _pasts(cache: LayerCache) -> list[Tensor]:
+    states = cache.apart or [(row,) for row in cache.state[0].split(1)]
+    return [cast(Tensor, state[0]) for state in states]
