@@ -232,18 +232,18 @@ def starts(subject: Subject) -> Iterator[Measurement | Note]:
     )
 
 
-def stacking(subject: Subject) -> Iterator[Note]:
-    """Notes whether runs of the module train as one stack."""
-    reason = unstackable(subject)
-    yield Note("its runs train as one stack" if reason is None else f"its runs train one by one: {reason}")
-
-
 @torch.no_grad()
-def unstackable(subject: Subject) -> str | None:
-    """Returns why runs of the module cannot train as one stack; None if they can."""
-    layer, x = subject.layer(), subject.inputs(17)
-    weights = {name: torch.stack([value.detach()] * 2) for name, value in layer.named_parameters()}
+def unstackable(rule: OwnModule, spec: ModelSpec) -> str | None:
+    """Returns why runs of a module cannot train as one stack; None if they can.
+
+    Args:
+        rule: The module and its arguments.
+        spec: The model in which it stands.
+    """
+    subject = Subject(rule, spec.of_module, "cuda" if torch.cuda.is_available() else "cpu")
     try:
+        layer, x = subject.layer(), subject.inputs(17)
+        weights = {name: torch.stack([value.detach()] * 2) for name, value in layer.named_parameters()}
         with torch.autocast(subject.device, torch.bfloat16, subject.device != "cpu"):
             vmap(lambda given, x: functional_call(layer, given, (x,)), randomness="same")(weights, torch.stack([x, x]))
     except Exception as error:
@@ -307,8 +307,9 @@ def check_module(
     fork = forked and subject.device == "cpu"
     results = [first, *run_checks(wanted, partial(_run, subject), where=rule.name, forked=fork)]
     if not quick:
-        note = next(stacking(subject))
-        results[0] = CheckResult(first.name, True, first.figure, f"{first.message}; {note.text}")
+        reason = unstackable(rule, spec)
+        note = "its runs train as one stack" if reason is None else f"its runs train one by one: {reason}"
+        results[0] = CheckResult(first.name, True, first.figure, f"{first.message}; {note}")
     return told_once(results)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,9 +18,12 @@ from deltalab.errors import InputError
 from deltalab.export.modules import MODELING, modules, plugins
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
+from deltalab.own_module import OwnModule
 from deltalab.registry import source_hash
 
 RULES = "rules"
+OWN = "modules"
+"""The folder of an export with the files of modules that stand in place of rules."""
 """The subfolder with the plugin files of the rules, by which deltalab recognizes the rules of a folder."""
 
 
@@ -54,7 +58,10 @@ def export_hf(
     if spec.readout != "position":
         raise InputError(f"export to hf takes causal models: one with readout '{spec.readout}' predicts no next token")
     texts: dict[str, object] = {f"{name}.py": text for name, text in modules(spec).items()}
-    texts |= {f"{RULES}/{plugin.kind.name}.py": plugin.source for plugin in plugins(spec)}
+    for plugin in plugins(spec):
+        own = issubclass(plugin.kind, OwnModule)
+        if not own or ":" in plugin.kind.name:
+            texts[f"{OWN}/{plugin.file.name}" if own else f"{RULES}/{plugin.kind.name}.py"] = plugin.source
     model = None if weights is None else _filled(spec, weights)
     dtype = torch.float32 if model is None else model.embed.weight.dtype
     texts["config.json"] = {**_config(spec, dtype, provenance), **(special or {})}
@@ -158,7 +165,7 @@ tags: [deltalab, {rule.name}]
 # {title}
 
 {_summary(spec, model)} \
-The code in this folder is deltalab's, under Apache-2.0.
+The code in this folder is deltalab's, under Apache-2.0{_of_others(spec)}.
 
 {_how_to_load(model, tokenizer)}
 
@@ -176,6 +183,12 @@ The code in this folder is deltalab's, under Apache-2.0.
 | --- | --- |
 {chr(10).join(rows)}
 """
+
+
+def _of_others(spec: ModelSpec) -> str:
+    """Names the modules of other authors, for the sentence on the code."""
+    names = [plugin.kind.name for plugin in plugins(spec) if issubclass(plugin.kind, OwnModule)]
+    return f", but for the code of {', '.join(names)}" if names else ""
 
 
 def _summary(spec: ModelSpec, model: Model | None) -> str:
@@ -210,10 +223,12 @@ model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     length = max(getattr(rule, "window", 0) for rule in model.spec.rules()) + 32
     short, long = sum(model.cache_size(length)), sum(model.cache_size(2 * length))
     state = (
-        f"The state of one sequence is {short:,} numbers, however long the sequence."
+        "How much the module of another author has to hold is not known; here it reads all tokens again for each token."
+        if math.isnan(short)
+        else f"The state of one sequence is {short:,.0f} numbers, however long the sequence."
         if short == long
-        else f"The state of one sequence grows with it, as attention remembers every token: {short:,} numbers after "
-        f"{length} tokens, {long:,} after {2 * length}."
+        else f"The state of one sequence grows with it, as attention remembers every token: {short:,.0f} numbers after "
+        f"{length} tokens, {long:,.0f} after {2 * length}."
     )
     return f"""```python
 from transformers import AutoModelForCausalLM

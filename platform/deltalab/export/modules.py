@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deltalab.errors import InputError
 from deltalab.models.spec import ModelSpec
+from deltalab.own_module import OwnModule
 from deltalab.registry import Plugin, rule_plugin
 
 PACKAGE = Path(__file__).parents[1]
@@ -54,6 +55,8 @@ def modules(spec: ModelSpec) -> dict[str, str]:
     texts: dict[str, str] = {}
     wanted = [f"export.{MODELING}", KERNELS]
     for plugin in rules:
+        if _of_a_package(plugin):
+            continue
         _refuse_other_imports(plugin)
         texts[_rule_module(plugin)], needs = _relative(plugin.source)
         wanted += needs
@@ -70,6 +73,11 @@ def modules(spec: ModelSpec) -> dict[str, str]:
     never = "".join(f"    from .{name} import *\n" for name in sorted(texts) if name != MODELING)
     texts[MODELING] += f"\n\nif False:  # names every file of this folder, for transformers to find\n{never}"
     return texts
+
+
+def _of_a_package(plugin: Plugin) -> bool:
+    """Whether a plugin is a module of an installed package, which an exported folder imports from there."""
+    return issubclass(plugin.kind, OwnModule) and ":" not in plugin.kind.name
 
 
 def _rule_module(plugin: Plugin) -> str:
@@ -140,7 +148,11 @@ def _own_operators(source: str) -> str:
 
 
 def _refuse_other_imports(plugin: Plugin) -> None:
-    """Raises `InputError` if a rule's file imports a module that an exported folder lacks."""
+    """Raises `InputError` if a rule's file imports a module that an exported folder lacks.
+
+    The file of a module of another author may import other packages, which the folder then needs.
+    """
+    own = issubclass(plugin.kind, OwnModule)
 
     def refuse(line: int, name: str) -> InputError:
         return InputError(
@@ -151,12 +163,14 @@ def _refuse_other_imports(plugin: Plugin) -> None:
     for node in ast.walk(ast.parse(plugin.source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if not _everywhere(alias.name):
+                if not _everywhere(alias.name) and not (own and not alias.name.startswith("deltalab")):
                     raise refuse(node.lineno, alias.name)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             names = [f"deltalab.{alias.name}" for alias in node.names] if module == "deltalab" else [module]
             for name in names:
+                if own and not name.startswith((".", "deltalab")):
+                    continue
                 if not _everywhere(name) and name not in [f"deltalab.{allowed}" for allowed in OF_A_RULE]:
                     raise refuse(node.lineno, name)
 
@@ -169,15 +183,25 @@ def _everywhere(module: str) -> bool:
 
 def _registry(rules: list[Plugin]) -> str:
     """The text of the module `registry`, which knows only the model's rules."""
+    own = [plugin for plugin in rules if issubclass(plugin.kind, OwnModule)]
+    names = {plugin.kind.name: plugin.kind.__name__ for plugin in rules}
+    names |= {plugin.kind.name: f"of_module({plugin.kind.name!r}, module_{i})" for i, plugin in enumerate(own)}
     lines = [
         '"""The rules of this model, in place of the registry that searches for them; written by deltalab."""',
         "",
+        *(
+            f"from {plugin.kind.name.rpartition('.')[0]} import {plugin.kind.name.rpartition('.')[2]} as module_{i}"
+            if _of_a_package(plugin)
+            else f"from .{_rule_module(plugin)} import {plugin.kind.name.rpartition(':')[2]} as module_{i}"
+            for i, plugin in enumerate(own)
+        ),
         "from .errors import unknown",
+        *(["from .own_module import of_module"] if own else []),
         "from .rule import UpdateRule",
-        *(f"from .{_rule_module(plugin)} import {plugin.kind.__name__}" for plugin in rules),
+        *(f"from .{_rule_module(plugin)} import {plugin.kind.__name__}" for plugin in rules if plugin not in own),
         "",
         "RULES: dict[str, type[UpdateRule]] = {",
-        *(f"    {plugin.kind.name!r}: {plugin.kind.__name__}," for plugin in rules),
+        *(f"    {name!r}: {kind}," for name, kind in names.items()),
         "}",
         "",
         "",

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError
-from deltalab.export.hf import RULES, rule_hashes
+from deltalab.export.hf import OWN, RULES, rule_hashes
 from deltalab.export.recipe import RECIPE_FILE, read_recipe
 from deltalab.models.spec import ModelSpec
-from deltalab.registry import add_plugin, get_task, list_rules, rule_plugin
+from deltalab.own_module import is_path
+from deltalab.registry import add_module, add_plugin, get_task, list_rules, rule_plugin
 from deltalab.training.spec import TrainSpec
 from deltalab.training.trainer import LockStep
 
@@ -37,6 +38,7 @@ def rebuild(folder: str | Path, steps: int = 200) -> list[float]:
             f"{trial['task']['version']}: install the release of deltalab that ran it"
         )
     load_rules(Path(folder))
+    load_modules(Path(folder), trial["model"])
     model, train = ModelSpec.of(trial["model"]), TrainSpec(**trial["train"])
     run = LockStep(task, [(model, train)], [trial["seed"]], most=1)
     losses: list[float] = []
@@ -76,3 +78,21 @@ def load_rules(folder: Path) -> None:
                 f"{folder / RULES / name}.py: not rule '{name}' of {rule_plugin(name).file}: use the release of "
                 "deltalab, or the plugin file, that the folder was exported with"
             )
+
+
+def load_modules(folder: Path, model: Mapping[str, Any]) -> None:
+    """Finds the modules of files that stand in place of rules: where their names say, or else in an exported folder.
+
+    Args:
+        folder: The exported folder.
+        model: The model as the folder's recipe has it.
+
+    Raises:
+        InputError: If the file that a name says is not the one of the folder.
+    """
+    entries = model["layers"] if isinstance(model["layers"], list | tuple) else []
+    names = {entry["name"] for entry in [model["rule"], *entries] if isinstance(entry, Mapping)}
+    for name in sorted(name for name in names if is_path(name) and ":" in name):
+        copy = folder / OWN / Path(name.rpartition(":")[0]).name
+        if add_module(name, copy).source != copy.read_text(encoding="utf-8"):
+            raise InputError(f"{copy}: not the module '{name}' of this folder: use the file that was exported")

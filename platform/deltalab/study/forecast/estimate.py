@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.authoring import verdict
+from deltalab.authoring.module_checks import unstackable
 from deltalab.errors import InputError
 from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters
 from deltalab.models.published import preset_text
+from deltalab.own_module import OwnModule
 from deltalab.reading import pairs
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.designs import advice
@@ -299,6 +301,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             *_one_rate(plan),
             *_passes(trainings),
             *_not_checked(plan),
+            *_one_by_one(plan),
             *_as_published(plan),
         ),
         overrides=plan.overrides,
@@ -328,6 +331,16 @@ def _not_checked(plan: Plan) -> list[str]:
         else f"rule '{rule}' {reason}: `platform study run` refuses it"
         for rule, reason in verdict.unchecked(plan.rules).items()
     ]
+
+
+def _one_by_one(plan: Plan) -> list[str]:
+    """Notes on modules of other authors whose runs cannot train as one stack."""
+    reasons: dict[str, str | None] = {}
+    for block in (block for model in plan.models() for _, block in model.kinds()):
+        rule = block.make_rule()
+        if isinstance(rule, OwnModule) and rule.name not in reasons:
+            reasons[rule.name] = unstackable(rule, block)
+    return [f"module '{name}' trains alone, run by run: {reason}." for name, reason in reasons.items() if reason]
 
 
 def _as_published(plan: Plan) -> list[str]:

@@ -3,17 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
+from deltalab.models.spec import OF_A_LAYER
+from deltalab.own_module import is_path
+
 
 def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Lists the settings in which two configurations differ: dotted key -> [value in base, value in other].
 
-    A gate counts as one value. A setting that only one configuration has is None in the other.
+    A gate counts as one value. A setting that only one configuration has is None in the other. Beside a module of
+    another author, the settings of a layer count for nothing.
 
     Examples:
         >>> difference({"train": {"lr": 1, "clip": 2}}, {"train": {"lr": 3, "clip": 2}})
         {'train.lr': [1, 3]}
     """
     before, after = flat(base), flat(other)
+    if any(is_path(config.get("rule.name")) for config in (before, after)):
+        idle = {f"model.{setting}" for setting in OF_A_LAYER}
+        before, after = ({k: v for k, v in config.items() if k not in idle} for config in (before, after))
     keys = [*before, *(key for key in after if key not in before)]
     return {k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}
 

@@ -12,6 +12,7 @@ from typing import Any
 from deltalab.errors import InputError, unknown
 from deltalab.models.model import swiglu_width
 from deltalab.models.spec import ModelSpec
+from deltalab.own_module import OwnModule
 from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.specs.budget import Bound, Match
 from deltalab.study.specs.search_space import Search
@@ -337,7 +338,8 @@ def _scaled(config: Config, path: str, value: int) -> Config:
         # Take the shortest decimal that gives this width.
         ratios = (round(value / key_dim, digits) for digits in itertools.count(1))
         return _put(config, path, next(ratio for ratio in ratios if round(key_dim * ratio) == value))
-    if path == "model.d_model":
+    rule = _model(config).make_rule()
+    if path == "model.d_model" and (not isinstance(rule, OwnModule) or "key_dim" in rule.settings):
         config = _put(config, "model.key_dim", key_dim)
     return _put(config, path, value)
 

@@ -8,6 +8,7 @@ from typing import Any
 from deltalab.errors import InputError, unknown
 from deltalab.models.published import written_out
 from deltalab.models.spec import ModelSpec
+from deltalab.own_module import is_path
 from deltalab.registry import get_rule
 from deltalab.study.specs.study_file import Change, Method
 from deltalab.tasks import Task
@@ -15,6 +16,9 @@ from deltalab.training.train import TrainSpec
 
 MOST_TOKENS = 2**26
 """The most tokens of a batch, whose inputs and targets take 1 GiB."""
+
+ABSENT = object()
+"""What no knob is."""
 
 OF_THE_TASK = ("vocab_size", "readout")
 """Settings of the model that the task determines."""
@@ -144,13 +148,16 @@ def with_values(
             "or the base"
         )
     try:
-        plain = resolve_rule({"name": rule["name"]})
         spelled = resolve_rule(rule)
+        # A module of another author may need arguments.
+        plain = {} if is_path(rule["name"]) else resolve_rule({"name": rule["name"]})
     except InputError as error:
         raise InputError(f"{where}.rule: {error}") from None
     if "rule" not in values:
         # Knobs at their defaults are left out: a rule may refuse a knob that has no effect beside the new values.
-        rule = {k: v for k, v in rule.items() if k == "name" or (v != plain[k] and f"rule.{k}" not in absent)}
+        rule = {
+            k: v for k, v in rule.items() if k == "name" or (v != plain.get(k, ABSENT) and f"rule.{k}" not in absent)
+        }
     changed["rule"] = rule
     for path, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         if path == "rule":
