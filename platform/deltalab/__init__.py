@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from deltalab.authoring.rule_checks.rule_suite import check_rule
     from deltalab.authoring.task_checks.task_suite import check_task
     from deltalab.errors import InputError
+    from deltalab.models.drop_in import layer
     from deltalab.models.layer import RuleLayer
     from deltalab.models.model import build_model
     from deltalab.models.start import initialize
@@ -33,6 +34,7 @@ __all__ = [
     "get_rule",
     "get_task",
     "initialize",
+    "layer",
     "list_rules",
     "report",
     "run_study",
@@ -49,6 +51,7 @@ _HOMES = {
     "get_rule": "registry",
     "get_task": "registry",
     "initialize": "models.start",
+    "layer": "models.drop_in",
     "list_rules": "registry",
     "report": "study.reports.report:open_report",
     "run_study": "study.running.run:run_study_file",

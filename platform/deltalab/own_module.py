@@ -5,6 +5,8 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 from torch import nn
@@ -123,7 +125,9 @@ class OwnModule(UpdateRule):
         return ", ".join(f"{n}={theirs[n]}" for n in theirs if theirs[n] != ours.get(n)) or "as declared"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.name, self.knobs())
+        # The class is made when its module is found, so that a pickle names the module and not the class.
+        registry = import_module(".registry", __package__)
+        return partial(registry.get_rule, self.name, **self.knobs()), ()
 
 
 def of_module(name: str, make: Callable[..., object]) -> type[OwnModule]:
@@ -170,13 +174,6 @@ def as_rule(mixer: object, where: str) -> dict[str, Any]:
     if not isinstance(kwargs, Mapping) or "name" in kwargs or not all(isinstance(key, str) for key in kwargs):
         raise InputError(f"{where}.kwargs must be a mapping of arguments, none of which is `name`, not {kwargs!r}")
     return {"name": name, **kwargs}
-
-
-def _unpickled(name: str, knobs: Mapping[str, Any]) -> UpdateRule:
-    # Import late: the registry imports this module.
-    from deltalab.registry import get_rule
-
-    return get_rule(name, **knobs)
 
 
 def _parameters(make: Callable[..., object], name: str) -> Mapping[str, inspect.Parameter]:

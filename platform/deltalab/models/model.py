@@ -80,6 +80,43 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
+    """Makes the mixer of a block.
+
+    Args:
+        spec: The specification of the layer, `ModelSpec.at`.
+        depth: The number of blocks of the whole model.
+    """
+    rule = spec.make_rule()
+    if isinstance(rule, OwnModule):
+        return ModuleLayer(rule, spec.of_module)
+    key_dim, value_dim = spec.head_dims
+    return RuleLayer(
+        rule,
+        spec.d_model,
+        spec.heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        conv=spec.conv,
+        qk_heads=spec.own_qk_heads,
+        kv_heads=spec.kv_heads,
+        qk_norm=spec.qk_norm,
+        rope=(ROPE if spec.rope is True else spec.rope) if spec.rope else None,
+        token_shift=spec.token_shift,
+        output_norm=spec.output_norm,
+        output_gate=spec.output_gate,
+        gate_rank=spec.gate_rank,
+        features=spec.features,
+        scale=spec.scale,
+        low_rank_bias=spec.low_rank_bias,
+        conv_bias=spec.conv_bias,
+        skip=spec.skip,
+        norm_eps=spec.norm_eps,
+        out_std=(2 * depth) ** -0.5 * (spec.heads * value_dim) ** -0.5,
+        chunk_size=spec.chunk_size,
+    )
+
+
 class Block(nn.Module):
     """A block of a model: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
@@ -95,37 +132,8 @@ class Block(nn.Module):
         super().__init__()
         # The branches of all layers add up. This factor makes the variance of their sum independent of depth.
         shrink = (2 * depth) ** -0.5
-        key_dim, value_dim = spec.head_dims
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
-        rule = spec.make_rule()
-        self.mixer: RuleLayer | ModuleLayer
-        if isinstance(rule, OwnModule):
-            self.mixer = ModuleLayer(rule, spec.of_module)
-        else:
-            self.mixer = RuleLayer(
-                rule,
-                spec.d_model,
-                spec.heads,
-                key_dim=key_dim,
-                value_dim=value_dim,
-                conv=spec.conv,
-                qk_heads=spec.own_qk_heads,
-                kv_heads=spec.kv_heads,
-                qk_norm=spec.qk_norm,
-                rope=(ROPE if spec.rope is True else spec.rope) if spec.rope else None,
-                token_shift=spec.token_shift,
-                output_norm=spec.output_norm,
-                output_gate=spec.output_gate,
-                gate_rank=spec.gate_rank,
-                features=spec.features,
-                scale=spec.scale,
-                low_rank_bias=spec.low_rank_bias,
-                conv_bias=spec.conv_bias,
-                skip=spec.skip,
-                norm_eps=spec.norm_eps,
-                out_std=shrink * (spec.heads * value_dim) ** -0.5,
-                chunk_size=spec.chunk_size,
-            )
+        self.mixer = make_mixer(spec, depth)
         self.mlp: nn.Module | None = None
         if spec.mlp and spec.block == "transformer":
             self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)
