@@ -42,10 +42,10 @@ class Subject(NamedTuple):
     device: str
 
     def layer(self, seed: int = 0) -> ModuleLayer:
-        """Makes the layer, started from a seed."""
+        """Makes the layer, started from a seed, as evaluations use it: without dropout."""
         layer = ModuleLayer(self.rule, self.of_model)
         initialize(layer, seed)
-        return layer.to(self.device)
+        return layer.to(self.device).eval()
 
     def inputs(self, length: int = LONGEST, batch: int = 2, seed: int = 0) -> Tensor:
         """Draws x [B, T, d]."""
@@ -138,7 +138,7 @@ def repetition(subject: Subject) -> Iterator[Measurement]:
 
 def gradients(subject: Subject) -> Iterator[Measurement | Note]:
     """Measures the gradient along a direction against a difference of two outputs."""
-    layer, x = subject.layer(), subject.inputs(33)
+    layer, x = subject.layer().train(), subject.inputs(33)
     parameters = dict(layer.named_parameters())
     if subject.device == "cpu":
         with torch.no_grad():

@@ -1,0 +1,111 @@
+"""A module that declares nothing is held to what a study relies on; each broken one fails the check that it aims at."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tests.support.own_modules
+from typer.testing import CliRunner
+
+import deltalab
+from deltalab import registry
+from deltalab.authoring.module_checks import check_module
+from deltalab.cli.app import app
+from deltalab.own_module import OwnModule
+
+GOOD: dict[str, dict[str, Any]] = {
+    "Taps": {},
+    "Attends": {"num_heads": "$heads"},
+    "RunsAlone": {},
+    "make": {"depth": 1},
+}
+BROKEN = {
+    "Peeks": "causality",
+    "Halves": "prefixes",
+    "Mixes": "rows",
+    "Keeps": "repetition",
+    "Slopes": "gradients",
+    "Rounds": "precisions",
+    "Leaks": "packing",
+    "Draws": "starts",
+    "Wide": "runs",
+    "Divides": "runs",
+    "Needs": "runs",
+}
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    shutil.copy(tests.support.own_modules.__file__, tmp_path / "own.py")
+    monkeypatch.chdir(tmp_path)
+    with registry.isolated():
+        yield
+
+
+@pytest.fixture
+def module() -> Callable[..., OwnModule]:
+    def make(name: str, **kwargs: Any) -> OwnModule:
+        rule = deltalab.get_rule(f"own.py:{name}", **kwargs)
+        assert isinstance(rule, OwnModule)
+        return rule
+
+    return make
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_module_passes(name: str, module: Callable[..., OwnModule]) -> None:
+    results = check_module(module(name, **GOOD[name]))
+    assert [result.message for result in results if not result.passed] == []
+    assert len(results) == 9
+    alone = "its runs train one by one" in results[0].message
+    assert alone == (name == "RunsAlone")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_module_fails_the_check_of_what_it_breaks(name: str, module: Callable[..., OwnModule]) -> None:
+    kwargs = {"num_heads": "$heads"} if name == "Leaks" else {}
+    failed = [result for result in check_module(module(name, **kwargs)) if not result.passed]
+    assert failed[0].name == BROKEN[name]
+    assert f"own.py:{name}" in failed[0].message
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    run = CliRunner().invoke(app, ["module", "check", "own.py:Taps", "taps=2", "--model", "d_model=16", "--json"])
+    found = json.loads(run.stdout)
+    assert (run.exit_code, found["module"], {check["passed"] for check in found["checks"]}) == (
+        0,
+        "own.py:Taps",
+        {True},
+    )
+    run = CliRunner().invoke(app, ["module", "check", "own.py:Needs"])
+    assert run.exit_code == 1
+    assert "needs a GPU, and there is none here" in run.stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["own.py:Tops"], "own.py: unknown module 'Tops'; did you mean 'Taps'?"),
+        (["own.py:Taps", "tap=2"], "unknown argument 'tap'; did you mean 'taps'?"),
+        (["own.py:Taps", "taps=$head"], "unknown setting of the model '$head'; did you mean '$heads'?"),
+        (["own.py:Attends"], "module 'own.py:Attends' needs num_heads: give kwargs {num_heads: ...}"),
+        (["own.py:text"], "'own.py:text' makes a str, and not a torch.nn.Module"),
+        (["own.py:Frozen"], "'linear.weight' does not train: register it as a buffer"),
+        (["none.py:Taps"], "none.py: no such plugin file"),
+        (["no_such_package.Layer"], "no package 'no_such_package' is installed; for a module of a file, say"),
+        (["comba"], "must be file.py:Name or package.Name, not 'comba'"),
+        (["own.py:Taps", "taps=0"], "own.py:Taps"),
+    ],
+)  # fmt: skip
+def test_a_wrong_module_is_one_line(words: list[str], message: str) -> None:
+    run = CliRunner().invoke(app, ["module", "check", *words])
+    text = str(run.exception) if run.exit_code != 1 or not run.stdout else run.stdout
+    assert message in text
+
+
+def test_a_rule_is_no_module() -> None:
+    run = CliRunner().invoke(app, ["rule", "check", "own.py:Taps"])
+    assert "platform module check own.py:Taps" in str(run.exception)
