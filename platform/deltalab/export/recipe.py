@@ -37,13 +37,21 @@ def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[s
             "eps": EPS,
             "weight_decay": train.weight_decay,
         },
-        "schedule": {"kind": "cosine", "warmup_steps": round(train.warmup * train.steps), "final": 0.0},
+        "schedule": {
+            "kind": train.schedule,
+            "warmup_steps": round(train.warmup * train.steps),
+            "final": train.final,
+        },
         "clip": train.clip,
         "batch": {"sequences": train.batch_size, "length": length},
         "steps": train.steps,
         "precision": "fp32" if train.precision == "fp32" else "bf16",
         "seed": seed,
-        "origin": {name: {"from": origin} for name in ("lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")},
+        "origin": {
+            **{name: {"from": origin} for name in ("lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")},
+            # No engine of an export has another optimizer.
+            **({"optimizer": {"from": "the engines", "was": train.optimizer}} if train.optimizer != "adamw" else {}),
+        },
     }
 
 

@@ -1,5 +1,6 @@
-"""AdamW for many runs at once. Each run has one row of numbers for its parameters, and its own rates and clipping."""
+"""AdamW and Muon for many runs at once. Each run has a row of numbers for its parameters, its rates and its clipping."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from deltalab.models.model import parameter_groups
 from deltalab.ops.backends import automatic
+from deltalab.training.muon import Muon
 
 ALIGNED = 32
 """Each parameter begins at a multiple of this number of elements: 128 bytes, the widest alignment that kernels need."""
@@ -53,6 +55,12 @@ class Layout:
         ends = [sum(self.sizes[: sum(map(len, kinds[: i + 1]))]) for i in range(len(kinds))]
         self.decayed, self.width = ends[-2:]
         self.scaled, self.share = (ends[0], float(scaled[0]["lr"])) if scaled else (0, 1.0)
+        starts = dict(zip(self.names, itertools.accumulate(self.sizes, initial=0), strict=False))
+        self.matrices: dict[torch.Size, list[int]] = {}
+        """Where the matrices of projections inside of the blocks begin, by shape: see `Muon`."""
+        for path, part in model.named_modules():
+            if path.startswith("blocks.") and isinstance(part, nn.Linear) and min(part.weight.shape) > 1:
+                self.matrices.setdefault(part.weight.shape, []).append(starts[f"{path}.weight"])
         self.head = next(name for name, p in parameters.items() if p is getattr(model, "head", None))
 
     def pack(self, state: Mapping[str, Tensor]) -> Tensor:
@@ -93,14 +101,18 @@ class AdamW:
         loss: The loss of the last step, [n].
     """
 
-    def __init__(self, runs: Sequence[Adam], layout: Layout, device: torch.device, most: int) -> None:
+    def __init__(
+        self, runs: Sequence[Adam], layout: Layout, device: torch.device, most: int, *, muon: bool = False
+    ) -> None:
         self.runs, self.layout = list(runs), layout
+        self.muon = Muon(layout.matrices) if muon else None
         n = len(runs)
         with device:
             self.bad = torch.full((n,), -1)
             self.loss = torch.zeros(n)
             self.begin, self.row = torch.zeros(2, dtype=torch.int64).unbind()
             self.rates = torch.zeros(most, 3, n, 1)
+            self.lr = torch.zeros(most, n)
             self.clip = torch.tensor([run.clip or torch.inf for run in runs])
             # Subtract in Python's precision: in fp32, 1 - 0.999 has a relative error of 1e-5.
             betas = [*zip(*(run.betas for run in runs), strict=True)]
@@ -108,15 +120,16 @@ class AdamW:
             self.new = torch.tensor([[1 - beta for beta in pair] for pair in betas])[..., None]
 
     def rates_of(self, begin: int, end: int) -> Tensor:
-        """Returns the numbers of the steps from `begin` to `end` for all runs, [end - begin, 3, n, 1].
+        """Returns the numbers of the steps from `begin` to `end` for all runs, [end - begin, 4, n, 1].
 
-        The three numbers are lr weight_decay, lr / (1 - beta_1^t) and (1 - beta_2^t)^(1/2).
+        The four numbers are lr weight_decay, lr / (1 - beta_1^t), (1 - beta_2^t)^(1/2) and lr.
         """
         return torch.tensor([self._rates(step) for step in range(begin, end)])[..., None]
 
     def load(self, begin: int, rates: Tensor) -> None:
         """Makes the steps from `begin` on ready. `rates` are the numbers that `rates_of` returned for them."""
-        self.rates[: len(rates)] = rates
+        self.rates[: len(rates)] = rates[:, :3]
+        self.lr[: len(rates)] = rates[:, 3, :, 0]
         self.begin.fill_(begin)
         self.row.zero_()
 
@@ -126,6 +139,7 @@ class AdamW:
             [rate * run.weight_decay for rate, run in zip(lr, self.runs, strict=True)],
             [rate / (1 - run.betas[0] ** (step + 1)) for rate, run in zip(lr, self.runs, strict=True)],
             [(1 - run.betas[1] ** (step + 1)) ** 0.5 for run in self.runs],
+            lr,
         ]
 
     def step(self, state: Moments, losses: Tensor, grad: Tensor) -> None:
@@ -137,6 +151,7 @@ class AdamW:
             grad: The gradient, [n, P].
         """
         adamw = automatic(grad.device.type).adamw
+        before = [] if self.muon is None else self.muon.taken(state.weights)
         if adamw is not None:
             adamw(
                 *state, grad, losses, bad=self.bad, loss=self.loss, begin=self.begin, row=self.row,
@@ -145,6 +160,13 @@ class AdamW:
             )  # fmt: skip
         else:
             self._step(state, losses, grad)
+        if self.muon is not None:
+            norm = grad.norm(dim=1)
+            clipped = torch.where(norm.isfinite()[:, None], grad * (self.clip / (norm + 1e-6)).clamp(max=1)[:, None], 0)
+            moves = self.bad < 0
+            lr = torch.where(moves, self.lr.index_select(0, self.row.view(1))[0], 0)
+            decay = torch.where(moves, self.rates.index_select(0, self.row.view(1))[0, 0, :, 0], 0)
+            self.muon.step(state.weights, before, clipped, state.first, lr, decay, self.betas[0, :, 0])
         self.row.add_(1)
 
     def _step(self, state: Moments, losses: Tensor, grad: Tensor) -> None:

@@ -1,31 +1,50 @@
 """The settings of a training, as data, and the test of whether two trainings can run as one."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
-from deltalab.models.spec import ModelSpec
+from deltalab.models.spec import LATER, ModelSpec
 
 MOST = {"steps": 10**9, "batch_size": 2**20, "evaluations": 10**5, "eval_batches": 10**6}
 """The largest value of each whole number in `TrainSpec`."""
 MOST_RATE = 1e38
 """The largest lr, weight_decay and clip."""
 
+CHOICES = {
+    "optimizer": ("adamw", "muon"),
+    "precision": ("auto", "fp32", "bf16"),
+    "device": ("auto", "cpu", "cuda"),
+    "schedule": ("cosine", "linear", "constant", "wsd"),
+}
+"""The settings that take one of a few words, with these words."""
+
+OF_A_ROW = ("lr", "weight_decay", "warmup", "clip", "betas", "schedule", "final")
+"""The settings that trials of one stack may each have their own."""
+
+STABLE = 0.9
+"""The share of the steps after which the schedule `wsd` decays."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """A training by AdamW, with linear warm-up, cosine decay to 0, and clipping of the gradient's norm.
+    """A training by AdamW or Muon, with linear warm-up, a decay, and clipping of the gradient's norm.
 
     Attributes:
         steps: The batches to train on.
         batch_size: The sequences of a batch.
         lr: The largest learning rate.
-        weight_decay: The weight decay of AdamW.
+        optimizer: adamw; or muon, which moves the matrices of the blocks by orthogonal steps as large as AdamW's, with
+            the first of `betas` as momentum, and all else by AdamW.
+        weight_decay: The weight decay.
         warmup: The share of the steps in which the learning rate rises.
         clip: The largest norm of the gradient; 0 for no limit.
         betas: The betas of AdamW.
+        schedule: How the learning rate falls after the warm-up: cosine, linear, constant, or wsd (warm-up, stable,
+            decay: constant, and linear over the last tenth of the steps).
+        final: The share of lr at which the decay ends; without effect on `constant`.
         evaluations: The number of measurements on the validation split, evenly spaced, the last one at the end.
         eval_batches: The batches of `batch_size` sequences in the fixed validation split, and again in the test split.
         precision: `fp32`, or `bf16` for autocast over fp32 weights. `auto` is bf16 on a GPU and fp32 on a CPU.
@@ -40,10 +59,13 @@ class TrainSpec:
     steps: int
     batch_size: int
     lr: float
+    optimizer: Literal["adamw", "muon"] = field(default="adamw", metadata=LATER)
     weight_decay: float = 0.1
     warmup: float = 0.1
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=LATER)
+    final: float = field(default=0.0, metadata=LATER)
     evaluations: int = 10
     eval_batches: int = 4
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -56,7 +78,13 @@ class TrainSpec:
                 raise InputError(f"train.{name} must be a whole number of at least 1, not {value!r}")
             if value > MOST[name]:
                 raise InputError(f"train.{name} must be at most {MOST[name]:,}, not {value:,}")
-        for name, high in (("lr", MOST_RATE), ("weight_decay", MOST_RATE), ("warmup", 1), ("clip", MOST_RATE)):
+        for name, high in (
+            ("lr", MOST_RATE),
+            ("weight_decay", MOST_RATE),
+            ("warmup", 1),
+            ("clip", MOST_RATE),
+            ("final", 1),
+        ):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= high:
                 raise InputError(f"train.{name} must be a finite number from 0 to {high:g}, not {value!r}")
@@ -72,9 +100,11 @@ class TrainSpec:
         object.__setattr__(self, "betas", tuple(map(float, betas)))
         if self.evaluations > self.steps:
             raise InputError(f"train.evaluations {self.evaluations} exceed steps {self.steps}")
-        for name, allowed in (("precision", ("auto", "fp32", "bf16")), ("device", ("auto", "cpu", "cuda"))):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed, where=f"train.{name}")
+        if self.schedule == "constant" and self.final:
+            raise InputError("train.final has no effect on a constant schedule: leave it out")
 
     def evaluated_at(self) -> list[int]:
         """Returns the steps after which the validation split is measured."""
@@ -91,14 +121,22 @@ class TrainSpec:
         warm = round(self.warmup * self.steps)
         if step < warm:
             return self.lr * (step + 1) / warm
-        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(self.steps - warm, 1)))
+        done = (step - warm) / max(self.steps - warm, 1)
+        if self.schedule == "cosine":
+            share = 0.5 * (1 + math.cos(math.pi * done))
+        elif self.schedule == "linear":
+            share = 1 - done
+        elif self.schedule == "wsd":
+            share = min(1.0, (self.steps - step) / max(round((1 - STABLE) * self.steps), 1))
+        else:
+            share = 1.0
+        return self.lr * (self.final + (1 - self.final) * share) if self.final else self.lr * share
 
 
 def stackable(first: tuple[ModelSpec, TrainSpec], second: tuple[ModelSpec, TrainSpec]) -> bool:
     """Returns whether two trials of a task can train together, as rows of one stack.
 
-    They may differ only in numbers that each row has for itself: lr, weight_decay, warmup, clip, betas, and the values
-    that gates start at.
+    They may differ only in what each row has for itself: `OF_A_ROW`, and the values that gates start at.
 
     Examples:
         >>> model, spec = ModelSpec(rule="comba", vocab_size=16), TrainSpec(steps=10, batch_size=4, lr=1e-2)
@@ -109,7 +147,7 @@ def stackable(first: tuple[ModelSpec, TrainSpec], second: tuple[ModelSpec, Train
         >>> stackable((model, spec), (replace(model, rule={"name": "comba", "d": {"head": {"init": 1}}}), spec))
         True
     """
-    numbers = {name: getattr(first[1], name) for name in ("lr", "weight_decay", "warmup", "clip", "betas")}
+    numbers = {name: getattr(first[1], name) for name in OF_A_ROW}
     if replace(second[1], **numbers) != first[1] or replace(second[0], rule=first[0].rule) != first[0]:
         return False
     rule, other_rule = first[0].make_rule(), second[0].make_rule()

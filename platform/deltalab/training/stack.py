@@ -50,6 +50,7 @@ class Stack:
         batches: The batches of the runs.
         state: The state of the runs, which is changed in place.
         runs: The settings of AdamW for each run.
+        muon: Whether the matrices of the blocks are trained by Muon.
         bf16: Whether products are in bf16.
         pool: The memory pool of CUDA graphs.
         beat: Called before each step; see `training.beat`.
@@ -68,13 +69,14 @@ class Stack:
         runs: Sequence[Adam],
         *,
         bf16: bool,
+        muon: bool = False,
         pool: Any = None,
         beat: Beat = unheard,
     ) -> None:
         self.model, self.layout, self.batches, self.state = model, layout, batches, state
         self.bf16, self.pool, self.beat = bf16, pool, beat
         self.device = state.weights.device
-        self.optimizer = AdamW(runs, layout, self.device, BLOCK)
+        self.optimizer = AdamW(runs, layout, self.device, BLOCK, muon=muon)
         self.overfull = torch.zeros((), dtype=torch.bool, device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager: str | None = None

@@ -19,7 +19,7 @@ from deltalab.training.beat import Beat, unheard
 from deltalab.training.device import device_type, moment, seconds_between
 from deltalab.training.evaluation import Evaluation, Metric, Sums, costs, means
 from deltalab.training.optimizer import Adam, Layout, Moments
-from deltalab.training.spec import TrainSpec, stackable
+from deltalab.training.spec import OF_A_ROW, TrainSpec, stackable
 from deltalab.training.stack import BLOCK, Stack
 
 SATURATED = {"cpu": 3 * 2**17, "cuda": 2**28}
@@ -107,13 +107,15 @@ class LockStep:
         if not seeds or len(set(seeds)) != len(seeds):
             raise InputError(f"seeds must be distinct and at least one, not {list(seeds)}")
         if not all(stackable(members[0], member) for member in members):
-            raise InputError(
-                "members that train together may differ in lr, weight_decay, warmup, clip, betas and where gates start"
-            )
+            raise InputError(f"members that train together may differ in {', '.join(OF_A_ROW)} and where gates start")
         if model.vocab_size != task.vocab_size:
             raise InputError(f"model.vocab_size {model.vocab_size} is not task '{task.name}''s {task.vocab_size}")
         if model.readout != task.readout:
             raise InputError(f"model.readout '{model.readout}' is not task '{task.name}''s '{task.readout}'")
+        if spec.optimizer == "muon" and model.base_width is not None:
+            raise InputError(
+                "train.optimizer muon does not go with model.base_width: its steps have one size at all widths"
+            )
         self.task, self.spec, self.specs = task, spec, [spec for _, spec in members]
         self.device = torch.device(device_type(spec.device))
         self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and self.device.type == "cuda")
@@ -178,6 +180,7 @@ class LockStep:
                 for run, spec in zip(runs, specs, strict=True)
             ],
             bf16=self.bf16,
+            muon=self.spec.optimizer == "muon",
             pool=self._graphs,
             beat=self.beat,
         )

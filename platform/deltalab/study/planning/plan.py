@@ -21,6 +21,7 @@ from deltalab.study.specs.study_file import StudySpec
 from deltalab.study.statistics.joint_test import ALPHA
 from deltalab.study.workers.jobs import Job
 from deltalab.tasks import BUILTIN, Task
+from deltalab.training.spec import TrainSpec
 from deltalab.training.train import NUMERICS
 
 CONFIRM_SEEDS_FROM = 1
@@ -367,9 +368,11 @@ class Plan:
 
 def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as keys hash it: without the settings of a later release that are at their defaults."""
-    later = {f.name: f.default for f in fields(ModelSpec) if f.metadata == LATER}
-    model = {name: value for name, value in config["model"].items() if name not in later or value != later[name]}
-    return {**config, "model": model}
+    keyed = dict(config)
+    for section, kind in (("model", ModelSpec), ("train", TrainSpec)):
+        later = {f.name: f.default for f in fields(kind) if f.metadata == LATER}
+        keyed[section] = {k: v for k, v in config[section].items() if k not in later or v != later[k]}
+    return keyed
 
 
 class Infeasible(InputError):
