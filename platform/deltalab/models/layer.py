@@ -67,6 +67,7 @@ class LayerCache:
         last: The x of the last token, [B, 1, d] with token shift and [B, 0, d] without.
         apart: The state of each sequence, if the states differ in size, as those of attention do after sequences of
             several lengths. `state` is then empty.
+        canon: The last inputs of each canon layer of the block, [B, W - 1, C], in the order of `Block.canon`.
     """
 
     conv: Tensor
@@ -74,18 +75,22 @@ class LayerCache:
     place: Tensor
     last: Tensor
     apart: tuple[State, ...] = ()
+    canon: tuple[Tensor, ...] = ()
 
     def numel(self) -> int:
         """Returns the number of elements in these tensors."""
-        return sum(part.numel() for part in (self.conv, *self.state, self.place, self.last, *sum(self.apart, ())))
+        parts = (self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.canon)
+        return sum(part.numel() for part in parts)
 
     def rows(self, at: Tensor) -> "LayerCache":
         """Returns the memory of the sequences `at` [n]."""
-        conv, place, last, *state = (
-            part.index_select(0, at.to(part.device)) for part in (self.conv, self.place, self.last, *self.state)
+        conv, place, last, *parts = (
+            part.index_select(0, at.to(part.device))
+            for part in (self.conv, self.place, self.last, *self.state, *self.canon)
         )
+        state, canon = tuple(parts[: len(self.state)]), tuple(parts[len(self.state) :])
         apart = tuple(self.apart[i] for i in at.tolist()) if self.apart else ()
-        return LayerCache(conv, tuple(state), place, last, apart)
+        return LayerCache(conv, state, place, last, apart, canon)
 
 
 class Gates(nn.Module):
@@ -269,7 +274,7 @@ class Vectors(Started):
         if self.width:
             before = z.new_zeros(z.shape[0], self.width - 1, z.shape[-1]) if past is None else past
             inputs, length, taps = torch.cat([before, z], dim=1), z.shape[1], self.conv.to(z).unbind()
-            parts = [tap * _shifted(inputs, length, self.width - 1 - i, packed) for i, tap in enumerate(taps)]
+            parts = [tap * shifted(inputs, length, self.width - 1 - i, packed) for i, tap in enumerate(taps)]
             z = sum(parts[1:], start=parts[0])
         values = {}
         for (name, gate), part in zip(self.gates.items(), z.split(self.widths, dim=-1), strict=True):
@@ -303,7 +308,7 @@ class TokenShift(nn.Module):
             packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
         """
         inputs = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x], dim=1)
-        before = _shifted(inputs, x.shape[1], 1, packed)
+        before = shifted(inputs, x.shape[1], 1, packed)
         return {name: x + share * (before - x) for name, share in self.share.items()}
 
 
@@ -624,7 +629,7 @@ def _kinds(**values: bool | str | None) -> None:
             raise unknown(name, value, allowed[name])
 
 
-def _shifted(inputs: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:
+def shifted(inputs: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:
     """Returns, for each of the last `length` inputs, the input that stands `back` places before.
 
     Where that input belongs to another sequence, the value is zero.

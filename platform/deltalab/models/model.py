@@ -1,6 +1,8 @@
 """Language models made of rule layers."""
 
+import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -10,15 +12,19 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError
 from deltalab.models.graphs import BlockGraphs
-from deltalab.models.layer import CacheSize, LayerCache, RuleLayer
+from deltalab.models.layer import CacheSize, LayerCache, RuleLayer, shifted
 from deltalab.models.module_layer import ModuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
-from deltalab.models.start import Normal, Started, initialize, linear, widening
+from deltalab.models.start import Normal, Started, Uniform, initialize, linear, widening
 from deltalab.ops.backends import automatic
+from deltalab.ops.convolution import tail_of
 from deltalab.ops.loss import linear_cross_entropy
 from deltalab.ops.norm import ResidualNorm, RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 from deltalab.own_module import OwnModule
+
+CANON = 4
+"""The tokens that a canon layer reads."""
 
 
 class Embedding(Started, nn.Embedding):
@@ -55,13 +61,15 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, *, hidden: int | None = None, out_std: float) -> None:
         super().__init__()
-        hidden = hidden or swiglu_width(d_model)
-        self.into = linear(d_model, 2 * hidden)
-        self.out = linear(hidden, d_model, std=out_std)
+        self.hidden = hidden or swiglu_width(d_model)
+        self.into = linear(d_model, 2 * self.hidden)
+        self.out = linear(self.hidden, d_model, std=out_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes the MLP of x [..., d]."""
-        if x.device.type == "cpu":
+    def forward(self, x: Tensor, canon: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Computes the MLP of x [..., d], with a canon layer on W_1 x and W_2 x if there is one."""
+        if canon is not None:
+            hidden = _swiglu(canon(self.into(x)))
+        elif x.device.type == "cpu":
             # Multiply twice: the halves of one product would be strided, and backward would copy their gradients side
             # by side.
             gate, up = (F.linear(x, half) for half in self.into.weight.chunk(2))
@@ -117,8 +125,41 @@ def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
     )
 
 
+class Canon(Started):
+    """A canon layer, x_t + sum_i w_i x_{t-i}: a causal convolution of four tokens for each channel, beside x itself.
+
+    References:
+        Allen-Zhu 2025, "Physics of language models: part 4.1", ssrn.com/abstract=5240330.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.taps = self.drawn("taps", Uniform(CANON**-0.5), CANON, width)
+
+    def forward(self, x: Tensor, past: Tensor | None, packed: Sequences | None) -> tuple[Tensor, Tensor]:
+        """Computes y [B, T, C], and the past for the tokens that follow.
+
+        Args:
+            x: The inputs, [B, T, C].
+            past: The inputs before them, [B, 3, C], or of each sequence if x is packed; None for zeros.
+            packed: The sequences that lie in x one after the other.
+        """
+        if packed is not None and past is not None:
+            bounds = itertools.pairwise(packed.cu_seqlens.tolist())
+            parts = [self(x[:, i:j], past[n : n + 1], None) for n, (i, j) in enumerate(bounds)]
+            return torch.cat([y for y, _ in parts], dim=1), torch.cat([tail for _, tail in parts])
+        before = x.new_zeros(x.shape[0], CANON - 1, x.shape[-1]) if past is None else past.to(x)
+        inputs, taps = torch.cat([before, x], dim=1), self.taps.to(x)
+        y = x
+        for back, tap in enumerate(taps):
+            y = y + tap * shifted(inputs, x.shape[1], back, packed)
+        return y, tail_of(x, past, CANON - 1, packed)
+
+
 class Block(nn.Module):
     """A block of a model: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
+
+    Canon layers A, C and D stand before the mixer, before the MLP, and before the activation of the MLP.
 
     The block leaves its last sum to the norm that follows the block. So it takes and returns two summands, x and
     branch. A branch of None is zero.
@@ -134,11 +175,13 @@ class Block(nn.Module):
         shrink = (2 * depth) ** -0.5
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.mixer = make_mixer(spec, depth)
-        self.mlp: nn.Module | None = None
+        self.mlp: SwiGLU | None = None
         if spec.mlp and spec.block == "transformer":
             self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)
             width = spec.mlp_width or 8 * spec.d_model / 3
             self.mlp = SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
+        widths = {"A": spec.d_model, "C": spec.d_model, "D": 0 if self.mlp is None else 2 * self.mlp.hidden}
+        self.canon = nn.ModuleDict({place: Canon(widths[place]) for place in spec.canon})
 
     def forward(
         self,
@@ -155,12 +198,34 @@ class Block(nn.Module):
             cache: As in `RuleLayer.advance`.
             cu_seqlens: As in `RuleLayer.advance`.
         """
+        if self.canon:
+            return self._with_canon(x, branch, cache, cu_seqlens)
         x, normed = self.norm(x, branch)
         branch, cache = self.mixer.advance(normed, cache, cu_seqlens=cu_seqlens)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             branch = self.mlp(normed)
         return x, branch, cache
+
+    def _with_canon(
+        self, x: Tensor, branch: Tensor | None, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None"
+    ) -> tuple[Tensor, Tensor, LayerCache]:
+        packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
+        pasts = {} if cache is None else dict(zip(self.canon, cache.canon, strict=True))
+        tails: dict[str, Tensor] = {}
+
+        def canon(place: str, x: Tensor) -> Tensor:
+            if place not in self.canon:
+                return x
+            x, tails[place] = self.canon[place](x, pasts.get(place), packed)
+            return x
+
+        x, normed = self.norm(x, branch)
+        branch, cache = self.mixer.advance(canon("A", normed), cache, cu_seqlens=packed)
+        if self.mlp is not None:
+            x, normed = self.mlp_norm(x, branch)
+            branch = self.mlp(canon("C", normed), (lambda z: canon("D", z)) if "D" in self.canon else None)
+        return x, branch, replace(cache, canon=tuple(tails[place] for place in self.canon))
 
 
 class Rebuild(nn.Module):

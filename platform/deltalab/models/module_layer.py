@@ -87,12 +87,12 @@ class ModuleLayer(Remade):
 
     def cache_size(self, cache: LayerCache) -> CacheSize:
         """Returns what the module says of its state: `state_size(length)`, or `state_size()`; else it is not known."""
-        count = getattr(self.inner, "state_size", None)
+        count, canon = getattr(self.inner, "state_size", None), sum(part.numel() for part in cache.canon)
         if not callable(count):
-            return CacheSize(math.nan, 0, 0)
+            return CacheSize(math.nan, 0, canon)
         length = sum(past.shape[1] for past in _pasts(cache))
         size = float(count(length) if inspect.signature(count).parameters else count())
-        return CacheSize(size, 0, 0)
+        return CacheSize(size, 0, canon)
 
 
 def _cache(inputs: list[Tensor]) -> LayerCache:

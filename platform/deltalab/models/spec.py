@@ -20,6 +20,9 @@ ATTENTION = "attention"
 RULE = "rule"
 """An entry of `ModelSpec.layers` that stands for `ModelSpec.rule`."""
 
+CANONS = ("A", "C", "D")
+"""The places of canon layers in a block."""
+
 MIXER = "mixer"
 """A key of a model that names a module in place of a rule: {module: ..., kwargs: {...}}."""
 
@@ -120,6 +123,8 @@ class ModelSpec:
             depth.
         mlp: Whether `transformer` blocks have a SwiGLU; false in `mamba` blocks.
         mlp_width: The hidden width of the SwiGLU; None for 8/3 d_model, rounded up to a multiple of 8.
+        canon: Where each block has canon layers, x_t + sum_i w_i x_{t-i} over four tokens: A before the mixer, C before
+            the MLP, D before the MLP's activation. B, on q, k and v, is what `conv` is for.
         norm_eps: The number that all norms add to a mean square.
         base_width: The d_model W that `train.lr` is meant for (muP). So that a step moves activations of all widths
             alike, training scales the rate of every matrix that d_model channels enter by W / d_model, and logits
@@ -164,6 +169,7 @@ class ModelSpec:
     block: Literal["transformer", "mamba"] = "transformer"
     mlp: bool = True
     mlp_width: int | None = field(default=None, metadata=LATER)
+    canon: tuple[Literal["A", "C", "D"], ...] = field(default=(), metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
     base_width: int | None = field(default=None, metadata=LATER)
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
@@ -412,10 +418,25 @@ class ModelSpec:
             _whole("base_width", self.base_width, least=1)
         if self.conv_bias and not self.conv:
             raise InputError("model.conv_bias has no effect with conv 0: leave it out")
+        self._check_canon()
         if self.mlp_width is not None:
             _whole("mlp_width", self.mlp_width, least=1)
             if not self.mlp or self.block == "mamba":
                 raise InputError("model.mlp_width has no effect without an MLP")
+
+    def _check_canon(self) -> None:
+        if not isinstance(self.canon, list | tuple):
+            raise InputError(f"model.canon must be a list of {', '.join(CANONS)}, not {self.canon!r}")
+        for place in map(str, self.canon):
+            if place == "B":
+                raise InputError(
+                    "model.canon: B is a convolution of q, k and v, which model.conv gives; name A, C or D"
+                )
+            if place not in CANONS:
+                raise unknown("place", place, CANONS, where="model.canon")
+            if place != "A" and (not self.mlp or self.block == "mamba"):
+                raise InputError(f"model.canon {place} has no effect without an MLP")
+        object.__setattr__(self, "canon", tuple(place for place in CANONS if place in self.canon))
 
     def _check_attention(self) -> None:
         if not isinstance(self.layers, int):

@@ -1,4 +1,4 @@
-"""AdamW and Muon for many runs at once. Each run has a row of numbers for its parameters, its rates and its clipping."""
+"""AdamW and Muon for many runs at once. Each run has a row of parameters, its own rates and its own clipping."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -165,6 +165,7 @@ _MODEL_PARTS: dict[str, object] = {
     "rope": False,
     "qk_norm": False,
     "token_shift": False,
+    "canon": (),
 }
 """Parts of the model that an arm can take away, with the value that takes each away."""
 

@@ -370,7 +370,7 @@ def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as keys hash it: without the settings of a later release that are at their defaults."""
     keyed = dict(config)
     for section, kind in (("model", ModelSpec), ("train", TrainSpec)):
-        later = {f.name: f.default for f in fields(kind) if f.metadata == LATER}
+        later = {f.name: json.loads(json.dumps(f.default)) for f in fields(kind) if f.metadata == LATER}
         keyed[section] = {k: v for k, v in config[section].items() if k not in later or v != later[k]}
     return keyed
 

@@ -1,0 +1,107 @@
+"""Canon layers: a plain loop over tokens, decoding, packing, stacking, and what has no effect."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltalab import InputError, get_task
+from deltalab.models.dead_parameters import dead_parameters
+from deltalab.models.model import CANON, Block, Canon, Model, build_model
+from deltalab.models.spec import ModelSpec
+from deltalab.study.planning.model_costs import CostCounter
+from deltalab.training.spec import TrainSpec
+from deltalab.training.train import train
+
+SIZES: dict[str, Any] = {"rule": "comba", "vocab_size": 16, "d_model": 8, "heads": 2}
+ALL = ("A", "C", "D")
+
+
+def net(*places: str, **settings: Any) -> Model:
+    return build_model({**SIZES, "canon": places, **settings}, seed=1).double()
+
+
+def test_a_canon_layer_is_its_sum() -> None:
+    layer, x = Canon(6).double(), torch.randn(2, 9, 6, dtype=torch.float64)
+    want = x.clone()
+    for t in range(9):
+        for back in range(min(t + 1, CANON)):
+            want[:, t] += layer.taps[back] * x[:, t - back]
+    torch.testing.assert_close(layer(x, None, None)[0], want)
+
+
+def test_a_block_is_its_statement() -> None:
+    model = net(*ALL, layers=1)
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    assert block.mlp is not None
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+
+    def canon(place: str, z: Tensor) -> Tensor:
+        y: Tensor = block.canon[place](z, None, None)[0]
+        return y
+
+    after = x + block.mixer(canon("A", block.norm(x, None)[1]))
+    gate, up = canon("D", block.mlp.into(canon("C", block.mlp_norm(after, None)[1]))).chunk(2, -1)
+    want = after + block.mlp.out(torch.nn.functional.silu(gate) * up)
+    found, branch, _ = block(x, None)
+    torch.testing.assert_close(found + branch, want)
+
+
+@pytest.mark.parametrize("places", [("A",), ("C", "D"), ALL], ids=str)
+def test_tokens_one_by_one_and_packed_are_the_whole(places: tuple[str, ...]) -> None:
+    model, tokens = net(*places), torch.arange(20).reshape(2, 10) * 7 % 16
+    want = model(tokens)
+    logits, cache = model.step(tokens[:, :2])
+    parts = [logits]
+    for i in range(2, 10):
+        logits, cache = model.step(tokens[:, i : i + 1], cache)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, 1), want)
+    torch.testing.assert_close(
+        model(tokens.reshape(1, 20), cu_seqlens=torch.tensor([0, 10, 20])).reshape(want.shape), want
+    )
+    _, caches = model.step(tokens.reshape(1, 20)[:, :13], cu_seqlens=torch.tensor([0, 10, 13]))
+    after, _ = model.step(tokens[:, 3:5].reshape(1, 4), caches, cu_seqlens=torch.tensor([0, 2, 4]))
+    torch.testing.assert_close(after[0, 2:], want[1, 3:5])
+    torch.testing.assert_close(cache[0].rows(torch.tensor([1])).canon[0], cache[0].canon[0][1:])
+
+
+def test_models_without_are_as_before() -> None:
+    assert net().state_dict().keys() == build_model(SIZES).state_dict().keys()
+    assert [name for name in net("A").state_dict() if "canon" in name] == [f"blocks.{i}.canon.A.taps" for i in range(2)]
+
+
+def test_costs_are_counted_and_nothing_is_dead() -> None:
+    spec, plain = ModelSpec.of({**SIZES, "canon": ALL}), ModelSpec.of(SIZES)
+    found, before = (CostCounter().costs(given, 40) for given in (spec, plain))
+    hidden = 24
+    assert found.parameters - before.parameters == 2 * CANON * (8 + 8 + 2 * hidden)
+    assert found.cache.conv - before.cache.conv == 2 * (CANON - 1) * (8 + 8 + 2 * hidden)
+    assert dead_parameters(spec, 40) == 0
+
+
+def test_a_stack_is_as_each_alone() -> None:
+    task = get_task("mqar", length=16, pairs=2, vocab_size=32)
+    spec = TrainSpec(steps=4, batch_size=4, lr=1e-2, evaluations=1, eval_batches=1)
+    model = ModelSpec.of({**SIZES, "vocab_size": 32, "canon": ALL})
+    together, alone = train(task, model, spec, [1, 2]).runs[1], train(task, model, spec, [2]).runs[0]
+    for name, value in alone.weights.items():
+        torch.testing.assert_close(together.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"canon": ["B"]}, "model.canon: B is a convolution of q, k and v, which model.conv gives"),
+    ({"canon": ["E"]}, "model.canon: unknown place 'E'; allowed: A, C, D"),
+    ({"canon": "A"}, "model.canon must be a list of A, C, D"),
+    ({"canon": ["A", "C"], "mlp": False}, "model.canon C has no effect without an MLP"),
+    ({"canon": ["D"], "block": "mamba"}, "model.canon D has no effect without an MLP"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG)
+def test_wrong_places_are_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        ModelSpec.of({**SIZES, **settings})
+    assert message in str(raised.value)
