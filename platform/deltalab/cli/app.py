@@ -19,13 +19,21 @@ from deltalab.cli.doctor import doctor
 from deltalab.cli.eval import evaluate
 from deltalab.cli.export import export
 from deltalab.cli.options import AsJson, Db, Folder, LogTo, Overrides, Profile, StudyFile, StudyName, find_study
-from deltalab.cli.plugins import module, rule, task
+from deltalab.cli.plugins import model, module, rule, task
 from deltalab.cli.train import train
 from deltalab.errors import InputError, WrongRules, one_line
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start studies.")
-for name, group in (("study", study), ("rule", rule), ("module", module), ("task", task), ("data", data), ("db", db)):
+for name, group in (
+    ("study", study),
+    ("rule", rule),
+    ("module", module),
+    ("model", model),
+    ("task", task),
+    ("data", data),
+    ("db", db),
+):
     app.add_typer(group, name=name)
 studies.add_to(study)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 rule = typer.Typer(no_args_is_help=True, help="List, show, check, time and start update rules.")
 module = typer.Typer(no_args_is_help=True, help="Check modules of any author, which stand in place of rules.")
+model = typer.Typer(no_args_is_help=True, help="List and show published hybrids, the presets of a model.")
 task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy tasks.")
 console = Console()
 FORKED = hasattr(os, "fork")
@@ -165,6 +166,40 @@ def module_check(
     if not isinstance(own, OwnModule):
         raise InputError(f"'{name}' is a rule: platform rule check {name}")
     _print_checks({name: check_module(own, spec, forked=FORKED)}, "module", as_json)
+
+
+@model.command("list")
+def model_list(as_json: AsJson = False) -> None:
+    """List the published hybrids that `model: {preset: NAME}` stands for."""
+    from deltalab.models.hybrids import HYBRIDS
+
+    rows = [{"name": name, "source": hybrid.source, "lacks": hybrid.lacks} for name, hybrid in HYBRIDS.items()]
+    print_rows(rows, as_json)
+
+
+@model.command("show")
+def model_show(
+    name: str,
+    sizes: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings: d_model=256 heads=8 layers=8.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a hybrid: its source, what it lacks, its layers, and its parameters at the sizes given."""
+    import torch
+    import yaml
+
+    from deltalab.models.hybrids import PRESET, hybrid_text
+    from deltalab.models.model import Model
+    from deltalab.models.spec import ModelSpec
+    from deltalab.reading import read_pairs
+
+    given = read_pairs(sizes or [])
+    spec = ModelSpec.of({"vocab_size": 1, **given, PRESET: name})
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Model(spec).parameters()) - spec.d_model
+    shown = {**hybrid_text(name, **given), "parameters without embedding": count}
+    print(json.dumps(shown) if as_json else yaml.safe_dump(shown, sort_keys=False, width=110).strip())
 
 
 @task.command("list")

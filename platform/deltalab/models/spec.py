@@ -231,6 +231,13 @@ class ModelSpec:
             return given
         if not isinstance(given, Mapping):
             raise InputError(f"model must be a mapping with vocab_size and rule, not {given!r}")
+        if "preset" in given:
+            # Import late, as below.
+            from deltalab.models.hybrids import find_hybrid, with_hybrid
+
+            if "rule" in given:
+                raise InputError("model.preset names the rules of its layers: leave rule out")
+            given = {"rule": find_hybrid(given["preset"]).rule, **with_hybrid(given)}
         if MIXER in given:
             if "rule" in given:
                 raise InputError(f"model.{MIXER} stands in place of a rule: give one of them")
@@ -240,7 +247,7 @@ class ModelSpec:
         names = [f.name for f in fields(cls)]
         for key in given:
             if key not in names:
-                raise unknown("model key", key, [*names, MIXER])
+                raise unknown("model key", key, [*names, MIXER, "preset"])
         for key in ("vocab_size", "rule"):
             if key not in given:
                 raise InputError(f"model: needs {key}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.hybrids import PRESET
 from deltalab.models.published import written_out
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task, rule_plugin
@@ -18,7 +19,7 @@ from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.ladder_sizes import keys_at_fault, tasks_at_sizes
 from deltalab.study.specs.method_settings import resolve_method, rule_of, with_change
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides
-from deltalab.study.specs.study_file import MOST_ARMS, Change, StudySpec, load_study
+from deltalab.study.specs.study_file import MOST_ARMS, Change, Method, StudySpec, load_study
 from deltalab.tasks import Task
 
 
@@ -91,8 +92,9 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     arms = []
     for task_name, task in tasks.items():
         sized = sized_tasks[task_name]
-        unsized = with_change(spec.base, spec.for_task.get(sized.task, Change()))
-        base = with_change(unsized, Change(model=sized.model, train=sized.train))
+        start, sizes = _sized_preset(spec.base, sized.model)
+        unsized = with_change(start, spec.for_task.get(sized.task, Change()))
+        base = with_change(unsized, Change(model=sizes, train=sized.train))
         resolved = {}
         for name, change in {"base": Change(), **changes}.items():
             where = name if name == "base" else f"arms.{name}"
@@ -136,6 +138,14 @@ def _refuse_margins(spec: StudySpec, tasks: Mapping[str, Task]) -> None:
             raise InputError(
                 f"margin.{metric} must be below {bounds[1] - bounds[0]:g}, the most that two scores differ"
             )
+
+
+def _sized_preset(base: Method, sizes: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
+    """Moves the number of layers of a size into a base that is a preset, so that it stays one with that many layers."""
+    if PRESET not in base.model or "layers" not in sizes:
+        return base, dict(sizes)
+    rest = {key: value for key, value in sizes.items() if key != "layers"}
+    return base.model_copy(update={"model": {**base.model, "layers": sizes["layers"]}}), rest
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:

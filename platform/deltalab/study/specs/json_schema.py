@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
+from deltalab.models.hybrids import HYBRIDS, PRESET
 from deltalab.models.spec import MIXER, ModelSpec
 from deltalab.study.specs import budget, ladder_sizes, search_space, study_file
 from deltalab.study.specs.method_settings import OF_THE_TASK
@@ -51,6 +52,10 @@ def schema() -> dict[str, Any]:
     defs["ModelSpec"]["properties"][MIXER] = {
         "anyOf": [{"type": "string"}, {"type": "object", "properties": module, "required": ["module"]}],
         "description": "A torch.nn.Module in place of a rule: {module: file.py:Name or package.Name, kwargs: {...}}.",
+    }
+    defs["ModelSpec"]["properties"][PRESET] = {
+        "enum": [*HYBRIDS],
+        "description": "A published hybrid in place of a rule: `platform model list` describes them.",
     }
     del defs["Method"]["required"]
     search = defs["Search"]["properties"]

@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.hybrids import with_hybrid
 from deltalab.models.published import written_out
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import is_path
@@ -35,8 +36,9 @@ def rule_of(rule: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def with_change(base: Method, change: Change) -> Method:
     """Applies an arm's change to the base."""
-    rule, below = written_out(rule_of(base.rule), base.model)
-    other, above = (None, change.model) if change.rule is None else written_out(change.rule, change.model)
+    rule, below = written_out(rule_of(base.rule), with_hybrid(base.model))
+    model = with_hybrid(change.model, base.model)
+    other, above = (None, model) if change.rule is None else written_out(change.rule, model)
     if isinstance(change.rule, str):
         rule = other or {}
     elif other is not None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, fiel
 
 from deltalab.authoring.files import study_folder
 from deltalab.errors import InputError, unknown
+from deltalab.models.hybrids import PRESET, find_hybrid
 from deltalab.models.spec import MIXER
 from deltalab.own_module import as_rule
 from deltalab.reading import read_text, read_yaml
@@ -124,20 +125,21 @@ Further.model_rebuild()
 
 
 class _WithRule(_Strict):
-    """A section with a rule and a model, whose `model.mixer` stands for a rule."""
+    """A section with a rule and a model, whose `model.mixer` or `model.preset` stands for a rule."""
 
     @model_validator(mode="before")
     @classmethod
     def _mixer_as_rule(cls, raw: Any) -> Any:
         model = raw.get("model") if isinstance(raw, dict) else None
-        if not isinstance(model, dict) or MIXER not in model:
+        named = [key for key in (MIXER, PRESET) if isinstance(model, dict) and key in model]
+        if not isinstance(model, dict) or not named:
             return raw
-        if raw.get("rule") is not None:
-            raise ValueError(f".model.{MIXER} stands in place of a rule: give one of them")
+        if raw.get("rule") is not None or len(named) > 1:
+            raise ValueError(f".model.{named[0]} stands in place of a rule: give one of them")
         try:
-            rule = as_rule(model[MIXER], f".model.{MIXER}")
+            rule = as_rule(model[MIXER], f".model.{MIXER}") if MIXER in model else find_hybrid(model[PRESET]).rule
         except InputError as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(f": {error}" if PRESET in model else str(error)) from None
         return {**raw, "rule": rule, "model": {key: value for key, value in model.items() if key != MIXER}}
 
 
