@@ -133,7 +133,8 @@ def test_studies_are_ones(page, block, folder):
         return
     file.write_text(block.code)
     (folder / "plugins").mkdir()
-    for other in [block for page in TUTORIAL for block in blocks(page) if block.title.startswith("plugins/")]:
+    files = [block for other in TUTORIAL for block in blocks(other) if block.title.startswith("plugins/")]
+    for other in [*files, *(block for block in blocks(page) if block.title)]:
         (folder / other.title).write_text(other.code)
     spec = load_study(file)
     make_plan(spec)

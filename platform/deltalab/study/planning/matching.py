@@ -12,7 +12,7 @@ from typing import Any
 from deltalab.errors import InputError, unknown
 from deltalab.models.model import swiglu_width
 from deltalab.models.spec import ModelSpec
-from deltalab.own_module import OwnModule
+from deltalab.own_module import OwnModule, is_path
 from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.specs.budget import Bound, Match
 from deltalab.study.specs.search_space import Search
@@ -267,7 +267,9 @@ def dimensions(config: Config) -> list[str]:
 
     These are widths of the model, whole numbers of the rule, and ranks of the rule's gates.
     """
-    paths = ["model.key_dim", "model.expand_v", "model.d_model"]
+    paths = ["model.d_model"]
+    if isinstance(config["model"]["layers"], list) or not is_path(config["rule"]["name"]):
+        paths = ["model.key_dim", "model.expand_v", *paths]  # a module of another author has no such widths
     if config["model"]["mlp"] and config["model"]["block"] == "transformer":
         paths.append("model.mlp_width")
     if config["model"]["gate_rank"]:
