@@ -35,7 +35,7 @@ class ModuleLayer(Remade):
         super().__init__()
         self.rule, self.of_model = rule, dict(of_model)
         self.inner = remade(self, 0)
-        self.packs = "cu_seqlens" in inspect.signature(self.inner.forward).parameters
+        self.packs = _takes_packed(self.inner)
 
     def make(self) -> nn.Module:
         """Makes the module anew, from torch's global generator."""
@@ -93,6 +93,17 @@ class ModuleLayer(Remade):
         length = sum(past.shape[1] for past in _pasts(cache))
         size = float(count(length) if inspect.signature(count).parameters else count())
         return CacheSize(size, 0, canon)
+
+
+def _takes_packed(module: nn.Module) -> bool:
+    """Returns whether a module's forward reads `cu_seqlens`, as a parameter or out of its further keywords."""
+    parameters = inspect.signature(module.forward).parameters
+    if "cu_seqlens" in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return "cu_seqlens" in parameters
+    try:
+        return "cu_seqlens" in inspect.getsource(module.forward)
+    except (OSError, TypeError):
+        return False
 
 
 def _cache(inputs: list[Tensor]) -> LayerCache:
