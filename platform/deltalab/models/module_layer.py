@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from typing import cast
 
@@ -15,6 +16,9 @@ from deltalab.models.start import Remade, remade
 from deltalab.ops.packing import Sequences
 from deltalab.ops.scan import joined
 from deltalab.own_module import OwnModule
+
+OF_A_GPU = re.compile("triton|cuda|nvidia|active drivers", re.IGNORECASE)
+"""What errors say that a machine without a GPU raises."""
 
 
 class ModuleLayer(Remade):
@@ -53,8 +57,13 @@ class ModuleLayer(Remade):
         """
         try:
             y = self.inner(x) if cu_seqlens is None else self.inner(x, cu_seqlens=cu_seqlens)
-        except (TypeError, AttributeError, NotImplementedError, AssertionError) as error:
-            raise InputError(f"module '{self.rule.name}' does not run: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            text = " ".join(str(error).split())
+            if not torch.cuda.is_available() and OF_A_GPU.search(text):
+                text += "; it needs a GPU, and there is none here"
+            elif isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+                raise  # such as vmap's: runs then train one by one
+            raise InputError(f"module '{self.rule.name}' does not run: {type(error).__name__}: {text:.300}") from error
         y = y[0] if isinstance(y, tuple | list) and y else y
         if not isinstance(y, Tensor) or y.shape != x.shape:
             found = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
