@@ -372,3 +372,22 @@ def test_tied_logits_of_width_64_and_less_have_the_factor_of_the_first_release()
         model = build_model({"rule": "gated_deltanet", "vocab_size": 16, "d_model": d_model})
         hidden = torch.randn(3, d_model)
         assert torch.equal(model.logits(hidden), F.linear(hidden * d_model**-0.5, model.embed.weight))
+
+
+def test_matrices_start_at_one_spread() -> None:
+    spec = {"rule": "comba", "vocab_size": 16, "d_model": 128, "heads": 2, "layers": 3, "init_std": 0.02}
+    model = build_model(spec, seed=1)
+    spreads = {
+        name: float(p.detach().std())
+        for name, p in model.named_parameters()
+        if name.endswith("weight") and p.dim() == 2
+    }
+    for name, spread in spreads.items():
+        last = name.endswith(("mixer.out.weight", "mlp.out.weight"))
+        want = 1.0 if name == "embed.weight" else 0.02 / 6**0.5 if last else 0.02
+        assert spread == pytest.approx(want, rel=0.1), name
+    plain = build_model({key: value for key, value in spec.items() if key != "init_std"}, seed=1)
+    ratio = plain.blocks[0].mixer.qkv.weight / model.blocks[0].mixer.qkv.weight
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 128**-0.5 / 0.02))
+    with pytest.raises(InputError, match=r"model\.init_std must be a positive number"):
+        build_model({**spec, "init_std": -1})

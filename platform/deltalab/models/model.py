@@ -15,7 +15,7 @@ from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import CacheSize, LayerCache, RuleLayer, shifted
 from deltalab.models.module_layer import ModuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
-from deltalab.models.start import Normal, Started, Uniform, initialize, linear, widening
+from deltalab.models.start import Linear, Normal, Started, Uniform, initialize, linear, widening
 from deltalab.ops.backends import automatic
 from deltalab.ops.convolution import tail_of
 from deltalab.ops.loss import linear_cross_entropy
@@ -181,6 +181,10 @@ class Block(nn.Module):
             width = spec.mlp_width or 8 * spec.d_model / 3
             self.mlp = SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
         widths = {"A": spec.d_model, "C": spec.d_model, "D": 0 if self.mlp is None else 2 * self.mlp.hidden}
+        if spec.init_std is not None:
+            for path, part in self.named_modules():
+                if isinstance(part, Linear):
+                    part.restart(spec.init_std * (shrink if path in ("mixer.out", "mlp.out") else 1.0))
         self.canon = nn.ModuleDict({place: Canon(widths[place]) for place in spec.canon})
 
     def forward(

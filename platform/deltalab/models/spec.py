@@ -126,6 +126,8 @@ class ModelSpec:
         canon: Where each block has canon layers, x_t + sum_i w_i x_{t-i} over four tokens: A before the mixer, C before
             the MLP, D before the MLP's activation. B, on q, k and v, is what `conv` is for.
         norm_eps: The number that all norms add to a mean square.
+        init_std: The standard deviation at which all matrices inside of the blocks start, over sqrt(2 x blocks) for the
+            last matrix of a mixer and of an MLP (GPT-2, 0.02). None is inputs ** -0.5, with the same factor.
         base_width: The d_model W that `train.lr` is meant for (muP). So that a step moves activations of all widths
             alike, training scales the rate of every matrix that d_model channels enter by W / d_model, and logits
             shrink with W / d_model. A model of width W is the same without a base_width. None scales nothing.
@@ -171,6 +173,7 @@ class ModelSpec:
     mlp_width: int | None = field(default=None, metadata=LATER)
     canon: tuple[Literal["A", "C", "D"], ...] = field(default=(), metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
+    init_std: float | None = field(default=None, metadata=LATER)
     base_width: int | None = field(default=None, metadata=LATER)
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
     window: int = 0
@@ -414,9 +417,9 @@ class ModelSpec:
     def _check_numbers(self) -> None:
         if self.features not in (None, *FEATURES):
             raise unknown("features", self.features, FEATURES, where="model.features")
-        for name in ("scale", "norm_eps"):
+        for name in ("scale", "init_std", "norm_eps"):
             value = getattr(self, name)
-            if value is None and name == "scale":
+            if value is None and name != "norm_eps":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
                 raise InputError(f"model.{name} must be a positive number, not {value!r}")

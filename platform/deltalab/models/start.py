@@ -110,6 +110,11 @@ class Linear(Started, nn.Linear):
         self.starts = {"weight": Normal(std), **({"bias": Zeros()} if bias else {})}
         super().__init__(inputs, outputs, bias=bias)
 
+    def restart(self, std: float) -> None:
+        """Starts the weights anew, and from now on, at another standard deviation."""
+        self.starts = {**self.starts, "weight": Normal(std)}
+        self.reset_parameters()
+
 
 class Parameters(Started, nn.ParameterDict):
     """Parameters by name, each with its start and its shape."""
