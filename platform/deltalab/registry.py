@@ -222,12 +222,21 @@ def add_module(name: str, file: str | Path) -> Plugin:
     """Finds a module `file.py:Name` by the path of its file as another process had it, and returns its plugin."""
     if ":" in name:
         _moved[name.rpartition(":")[0]] = Path(file)
-        _module_plugin.cache_clear()
+    else:
+        folder = Path(file).parent
+        while (folder / "__init__.py").is_file():
+            folder = folder.parent
+        _beside.append(str(folder))
+    _module_plugin.cache_clear()
     return rule_plugin(name)
 
 
 _moved: dict[str, Path] = {}
 """Where the files of modules lie that are named by a path relative to the folder of another process."""
+
+
+_beside: list[str] = []
+"""The folders in which packages are looked for after all others, besides the folder where the command is given."""
 
 
 @cache
@@ -258,7 +267,7 @@ def _module_plugin(name: str) -> Plugin:
 
 def _imported(package: str, name: str) -> ModuleType:
     try:
-        with _import_guard():
+        with _import_guard(), _searching([os.getcwd(), *_beside]):
             return importlib.import_module(package)
     except KeyboardInterrupt:
         raise
@@ -274,6 +283,17 @@ def _imported(package: str, name: str) -> ModuleType:
         raise InputError(
             f"module '{name}': package '{package}' does not import: {type(error).__name__}: {_first_line(error)}"
         ) from error
+
+
+@contextmanager
+def _searching(folders: list[str]) -> Iterator[None]:
+    """Looks for modules in folders, too, after all others."""
+    before = list(sys.path)
+    sys.path.extend(folder for folder in folders if folder not in before)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _package(top: str) -> str:

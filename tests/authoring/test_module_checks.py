@@ -20,12 +20,14 @@ GOOD: dict[str, dict[str, Any]] = {
     "Taps": {},
     "Attends": {"num_heads": "$heads"},
     "RunsAlone": {},
+    "Drops": {},
     "make": {"depth": 1},
 }
 BROKEN = {
     "Peeks": "causality",
     "Halves": "prefixes",
     "Mixes": "rows",
+    "Norms": "causality",
     "Keeps": "repetition",
     "Slopes": "gradients",
     "Rounds": "precisions",

@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,21 @@ def test_a_rule_of_a_module_lasts_through_pickles_and_hashes() -> None:
     assert pickle.loads(pickle.dumps(rule)) == rule
     assert rule.turned(deltalab.get_rule("own.py:Taps", taps=3)) == "taps=3"
     assert "own.py:Taps" not in deltalab.list_rules()
+
+
+def test_a_package_of_the_folder_is_found(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own / "my_package").mkdir()
+    (own / "my_package" / "__init__.py").write_text("from my_package.inner import Taps\n")
+    shutil.copy(own / "own.py", own / "my_package" / "inner.py")
+    before = registry.rule_plugin("my_package.Taps")
+    assert build_model({"mixer": "my_package.Taps", **SIZES}).blocks[0].mixer.rule.name == "my_package.Taps"
+    monkeypatch.chdir(own.parent)
+    for name in [name for name in sys.modules if name.startswith("my_package")]:
+        monkeypatch.delitem(sys.modules, name)
+    registry.refresh()
+    with pytest.raises(InputError, match="no package 'my_package' is installed"):
+        registry.rule_plugin("my_package.Taps")
+    assert registry.add_module("my_package.Taps", before.file).hash == before.hash
 
 
 def test_another_source_is_another_module(own: Path) -> None:

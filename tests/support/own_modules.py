@@ -131,6 +131,29 @@ class Leaks(Attends):
         return super().forward(x)
 
 
+class Norms(nn.Module):
+    """Norms over all rows and tokens of a batch, while it trains."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.mT).mT
+        return y
+
+
+class Drops(nn.Module):
+    """Draws random numbers while it trains, without a module that says so."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x), 0.5, self.training)
+
+
 class Draws(nn.Module):
     """Starts from a generator of its own."""
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from deltalab.authoring.check import Check, CheckResult, Measurement, Note, run_checks, told_once
@@ -34,17 +34,34 @@ class Subject(NamedTuple):
         rule: The module and its arguments.
         of_model: The settings of the model around it.
         device: The CPU, or a GPU for a module that needs one.
+        trains: Whether checks run it as in training, but without dropout. A module that draws random numbers in
+            training all the same is checked as in evaluations.
     """
 
     rule: OwnModule
     of_model: Mapping[str, float]
     device: str
+    trains: bool = True
 
     def layer(self, seed: int = 0) -> ModuleLayer:
-        """Makes the layer, started from a seed, as evaluations use it: without dropout."""
+        """Makes the layer, started from a seed, without dropout."""
         layer = ModuleLayer(self.rule, self.of_model)
         initialize(layer, seed)
-        return layer.to(self.device).eval()
+        layer = layer.to(self.device).train(self.trains)
+        for part in layer.modules():
+            if isinstance(part, nn.modules.dropout._DropoutNd):
+                part.eval()
+        return layer
+
+    @torch.no_grad()
+    def draws(self) -> bool:
+        """Returns whether calls in training give different numbers with different random numbers."""
+        layer, x = self.layer(), self.inputs(16)
+        first = self.called(layer, x)
+        torch.manual_seed(1)
+        with torch.autocast(self.device, torch.bfloat16, self.device != "cpu"):
+            second: Tensor = layer(x)
+        return not torch.equal(first, second.float())
 
     def inputs(self, length: int = LONGEST, batch: int = 2, seed: int = 0) -> Tensor:
         """Draws x [B, T, d]."""
@@ -137,7 +154,7 @@ def repetition(subject: Subject) -> Iterator[Measurement]:
 
 def gradients(subject: Subject) -> Iterator[Measurement | Note]:
     """Measures the gradient along a direction against a difference of two outputs."""
-    layer, x = subject.layer().train(), subject.inputs(33)
+    layer, x = subject.layer(), subject.inputs(33)
     parameters = dict(layer.named_parameters())
     if subject.device == "cpu":
         with torch.no_grad():
@@ -302,6 +319,8 @@ def check_module(
         subject = subject._replace(device="cuda")
         if not (first := _run(subject, CHECKS[0])).passed:
             return [first]
+    with _quiet():
+        subject = subject._replace(trains=not subject.draws())
     wanted = [check for check in CHECKS[1:] if not quick or check.name in ("causality", "rows", "repetition")]
     fork = forked and subject.device == "cpu"
     results = [first, *run_checks(wanted, partial(_run, subject), where=rule.name, forked=fork)]
