@@ -40,10 +40,10 @@ def test_llama_with_its_attention_replaced(rule: Any) -> None:
     model.eval()
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     prompt = torch.arange(10).reshape(2, 5)
-    cached = copy.deepcopy(model).generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    assert torch.equal(
-        cached, model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **options)
-    )
+    for beams in (1, 3):
+        options |= {"num_beams": beams, "attention_mask": torch.ones_like(prompt)}
+        cached = copy.deepcopy(model).generate(prompt, **options)
+        assert torch.equal(cached, model.generate(prompt, use_cache=False, **options)), beams
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -20,8 +20,9 @@ HEAD_WIDTH = 64
 class DropIn(nn.Module):
     """A layer with the call of an attention in transformers or flash-linear-attention.
 
-    With a cache, the layer continues from the tokens that it has read with the same cache object. It counts its tokens
-    there, by keys without channels, so that the model knows its position.
+    With a cache, the layer continues from the tokens that it has read with the same cache object. In a cache of
+    transformers, it writes the number of the row as the key of each token. So the model knows its position, and the
+    layer sees how a beam search has put the rows into another order.
 
     Args:
         spec: The layer, as a model of one such block.
@@ -72,10 +73,15 @@ class DropIn(nn.Module):
         if cu_seqlens is not None:
             raise InputError("a cache does not go with cu_seqlens: say use_cache=False")
         cache = self._caches.get(past_key_values)
+        of_transformers = hasattr(past_key_values, "layers")
+        if cache is not None and of_transformers:
+            rows = past_key_values.layers[self.layer_idx].keys[:, 0, -1, 0].long()
+            cache = cache.rows(rows)
         y, self._caches[past_key_values] = self.mixer.advance(hidden_states, cache)
-        if hasattr(past_key_values, "layers"):  # a cache of transformers counts tokens by keys
-            nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 0)
-            past_key_values.update(nothing, nothing, self.layer_idx)
+        if of_transformers:
+            marks = torch.arange(len(y), dtype=torch.float32, device=y.device).view(-1, 1, 1, 1)
+            marks = marks.expand(-1, 1, y.shape[1], 1)
+            past_key_values.update(marks, marks, self.layer_idx)
         return self._returned(y, past_key_values)
 
     def _padded(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
