@@ -11,7 +11,8 @@ import tests.support.own_modules
 from typer.testing import CliRunner
 
 import deltalab
-from deltalab import registry
+from deltalab import InputError, registry
+from deltalab.authoring.card import card
 from deltalab.authoring.module_checks import check_module
 from deltalab.cli.app import app
 from deltalab.own_module import OwnModule
@@ -108,6 +109,13 @@ def test_a_wrong_module_is_one_line(words: list[str], message: str) -> None:
     assert message in text
 
 
-def test_a_rule_is_no_module() -> None:
-    run = CliRunner().invoke(app, ["rule", "check", "own.py:Taps"])
-    assert "platform module check own.py:Taps" in str(run.exception)
+@pytest.mark.parametrize("command", ["show", "check", "bench"])
+@pytest.mark.parametrize("name", ["own.py:Taps", "torch.nn.Linear"])
+def test_a_module_is_no_rule(command: str, name: str) -> None:
+    run = CliRunner().invoke(app, ["rule", command, name])
+    assert f"platform module check {name}" in str(run.exception)
+
+
+def test_a_module_has_no_card() -> None:
+    with pytest.raises(InputError, match="declares no card"):
+        card("own.py:Taps")

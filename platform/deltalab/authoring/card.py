@@ -22,6 +22,7 @@ from deltalab.gates import Gate
 from deltalab.models.layer import RuleLayer, initialize
 from deltalab.models.published import differences
 from deltalab.ops.scan import operands
+from deltalab.own_module import OwnModule
 from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule
 from deltalab.structure import Transition
@@ -208,7 +209,7 @@ def card(rule: str | UpdateRule) -> Card:
         rule: A rule with its settings, or the name of a rule.
 
     Raises:
-        InputError: No rule has this name.
+        InputError: No rule has this name, or it is that of a module.
 
     Examples:
         >>> comba = card("comba")
@@ -217,6 +218,8 @@ def card(rule: str | UpdateRule) -> Card:
     """
     if isinstance(rule, str):
         rule = get_rule(rule)
+    if isinstance(rule, OwnModule):
+        raise InputError(f"'{rule.name}' is a module, which declares no card: platform module check {rule.name}")
     elements = cache(partial(_state, rule))
     equation, _, notes = _doc(type(rule)).partition("\n\n")
     return Card(

@@ -259,7 +259,10 @@ def task_new(name: str, folder: Folder = Path("plugins")) -> None:
 def _plugin_names(name: str, kind: type) -> list[str]:
     """Returns the names of the rules or tasks, as `kind` says, that a user means by a name or a plugin file."""
     if not name.endswith(".py"):
-        if ".py:" in name:
+        from deltalab.own_module import is_path
+        from deltalab.registry import list_rules, list_tasks
+
+        if is_path(name) and name not in [*list_rules(), *list_tasks()]:
             raise InputError(f"'{name}' names a module, which is no {kind.__name__}: platform module check {name}")
         return [name]
     from deltalab.registry import add_plugin
