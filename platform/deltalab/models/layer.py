@@ -68,6 +68,7 @@ class LayerCache:
         apart: The state of each sequence, if the states differ in size, as those of attention do after sequences of
             several lengths. `state` is then empty.
         canon: The last inputs of each canon layer of the block, [B, W - 1, C], in the order of `Block.canon`.
+        beside: The memory of the second mixer of the block, if there is one.
     """
 
     conv: Tensor
@@ -76,11 +77,12 @@ class LayerCache:
     last: Tensor
     apart: tuple[State, ...] = ()
     canon: tuple[Tensor, ...] = ()
+    beside: "LayerCache | None" = None
 
     def numel(self) -> int:
         """Returns the number of elements in these tensors."""
         parts = (self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.canon)
-        return sum(part.numel() for part in parts)
+        return sum(part.numel() for part in parts) + (0 if self.beside is None else self.beside.numel())
 
     def rows(self, at: Tensor) -> "LayerCache":
         """Returns the memory of the sequences `at` [n]."""
@@ -90,7 +92,7 @@ class LayerCache:
         )
         state, canon = tuple(parts[: len(self.state)]), tuple(parts[len(self.state) :])
         apart = tuple(self.apart[i] for i in at.tolist()) if self.apart else ()
-        return LayerCache(conv, state, place, last, apart, canon)
+        return LayerCache(conv, state, place, last, apart, canon, None if self.beside is None else self.beside.rows(at))
 
 
 class Gates(nn.Module):
@@ -530,7 +532,8 @@ class RuleLayer(Started):
                     recurrent += part.numel()
                 else:
                     kv += part.numel()
-        return CacheSize(recurrent, kv, cache.numel() - recurrent - kv)
+        second = 0 if cache.beside is None else cache.beside.numel()
+        return CacheSize(recurrent, kv, cache.numel() - recurrent - kv - second)
 
     def _check(self, x: Tensor) -> None:
         width = self.qkv.in_features

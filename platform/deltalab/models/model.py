@@ -156,6 +156,46 @@ class Canon(Started):
         return y, tail_of(x, past, CANON - 1, packed)
 
 
+class Beside(nn.Module):
+    """A second mixer, whose output y' joins that of the first: (norm(y) + norm'(y')) / 2, with RMS norms with weights.
+
+    Args:
+        mixer: The mixer.
+        d_model: The width of the outputs.
+        eps: The number that the norms add to a mean square.
+        size: The factor of the outputs.
+
+    References:
+        Dong et al. 2024 (Hymba), arXiv:2411.13676, Eq. 5.
+    """
+
+    def __init__(self, mixer: RuleLayer | ModuleLayer, d_model: int, eps: float, size: float) -> None:
+        super().__init__()
+        self.mixer, self.size = mixer, size
+        self.first_norm, self.norm = RMSNorm(d_model, eps), RMSNorm(d_model, eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        first: Tensor,
+        new: LayerCache,
+        cache: LayerCache | None,
+        cu_seqlens: "Tensor | Sequences | None",
+    ) -> tuple[Tensor, LayerCache]:
+        """Computes the joint output [B, T, d], and the cache of both mixers.
+
+        Args:
+            x: The inputs of both, [B, T, d].
+            first: The output of the first mixer.
+            new: The new cache of the first mixer.
+            cache: The cache of the second; None if there are no tokens before.
+            cu_seqlens: As in `RuleLayer.advance`.
+        """
+        second, after = self.mixer.advance(x, cache, cu_seqlens=cu_seqlens)
+        both = self.first_norm(first) + self.norm(second)
+        return (0.5 * self.size * both).to(first.dtype), replace(new, beside=after)
+
+
 class Block(nn.Module):
     """A block of a model: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
@@ -175,6 +215,9 @@ class Block(nn.Module):
         shrink = (2 * depth) ** -0.5
         self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
         self.mixer = make_mixer(spec, depth)
+        self.beside: Beside | None = None
+        if (second := spec.second()) is not None:
+            self.beside = Beside(make_mixer(second, depth), spec.d_model, spec.norm_eps, shrink)
         self.mlp: SwiGLU | None = None
         if spec.mlp and spec.block == "transformer":
             self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)
@@ -184,7 +227,9 @@ class Block(nn.Module):
         if spec.init_std is not None:
             for path, part in self.named_modules():
                 if isinstance(part, Linear):
-                    part.restart(spec.init_std * (shrink if path in ("mixer.out", "mlp.out") else 1.0))
+                    part.restart(
+                        spec.init_std * (shrink if path in ("mixer.out", "beside.mixer.out", "mlp.out") else 1.0)
+                    )
         self.canon = nn.ModuleDict({place: Canon(widths[place]) for place in spec.canon})
 
     def forward(
@@ -205,11 +250,27 @@ class Block(nn.Module):
         if self.canon:
             return self._with_canon(x, branch, cache, cu_seqlens)
         x, normed = self.norm(x, branch)
-        branch, cache = self.mixer.advance(normed, cache, cu_seqlens=cu_seqlens)
+        branch, cache = self._mixed(normed, cache, cu_seqlens)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             branch = self.mlp(normed)
         return x, branch, cache
+
+    def _mixed(
+        self, x: Tensor, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None"
+    ) -> tuple[Tensor, LayerCache]:
+        y, new = self.mixer.advance(x, cache, cu_seqlens=cu_seqlens)
+        if self.beside is None:
+            return y, new
+        both: tuple[Tensor, LayerCache] = self.beside(x, y, new, None if cache is None else cache.beside, cu_seqlens)
+        return both
+
+    def cache_size(self, cache: LayerCache) -> CacheSize:
+        """Returns the number of elements in a cache, by what they are for."""
+        sizes = [self.mixer.cache_size(cache)]
+        if self.beside is not None and cache.beside is not None:
+            sizes.append(self.beside.mixer.cache_size(cache.beside))
+        return CacheSize.summed(sizes)
 
     def _with_canon(
         self, x: Tensor, branch: Tensor | None, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None"
@@ -225,7 +286,7 @@ class Block(nn.Module):
             return x
 
         x, normed = self.norm(x, branch)
-        branch, cache = self.mixer.advance(canon("A", normed), cache, cu_seqlens=packed)
+        branch, cache = self._mixed(canon("A", normed), cache, packed)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             branch = self.mlp(canon("C", normed), (lambda z: canon("D", z)) if "D" in self.canon else None)
@@ -447,7 +508,7 @@ class Model(Started):
         with torch.no_grad():
             _, caches = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
         return CacheSize.summed(
-            cast(Block, block).mixer.cache_size(cache) for block, cache in zip(self.blocks, caches, strict=True)
+            cast(Block, block).cache_size(cache) for block, cache in zip(self.blocks, caches, strict=True)
         )
 
 

@@ -48,8 +48,12 @@ OF_A_LAYER = (
     "conv_bias",
     "skip",
     "norm_eps",
+    "beside",
 )
 """The settings that an entry of `ModelSpec.layers` may change for its own layer."""
+
+OF_A_MIXER = tuple(name for name in OF_A_LAYER if name != "beside")
+"""Those of them that a rule's own layer reads."""
 
 TIED_WIDTH = 64
 """The width up to which tied logits have the factor d_model ** -0.5; above it, the factor is 8 / d_model."""
@@ -119,6 +123,9 @@ class ModelSpec:
             a bias.
         conv_bias: Whether the short convolution has a bias, which starts as its weights do.
         skip: Whether each head's output gets D v, with a learned D that starts at 1 (Mamba2).
+        beside: A second mixer that reads the same input: a rule, or an entry as in `layers`, which may change settings
+            of a layer. The output is the mean of both, each with an RMS norm with weights (heads of two rules side by
+            side: Hymba). None for none. Layers of `attention` have none.
         block: `transformer` is [mixer, MLP]. `mamba` is [mixer] alone, with q and k shared by all heads, and twice the
             depth.
         mlp: Whether `transformer` blocks have a SwiGLU; false in `mamba` blocks.
@@ -168,6 +175,7 @@ class ModelSpec:
     low_rank_bias: bool = field(default=False, metadata=LATER)
     conv_bias: bool = field(default=False, metadata=LATER)
     skip: bool = field(default=False, metadata=LATER)
+    beside: str | Mapping[str, Any] | None = field(default=None, metadata=LATER)
     block: Literal["transformer", "mamba"] = "transformer"
     mlp: bool = True
     mlp_width: int | None = field(default=None, metadata=LATER)
@@ -218,7 +226,10 @@ class ModelSpec:
         else:
             _whole("layers", self.layers, least=1)
         self._check_attention()
-        self.make_rule()
+        name = self.make_rule().name
+        if self.beside is not None:
+            object.__setattr__(self, "beside", _beside(self.beside, name))
+            self.second()
         if not isinstance(self.layers, int):
             for layer in range(self.depth):
                 self.at(layer)
@@ -271,7 +282,7 @@ class ModelSpec:
         if not isinstance(rule, OwnModule):
             return
         for setting in fields(self):
-            if setting.name in (*OF_A_LAYER, "chunk_size") and setting.name not in rule.settings:
+            if setting.name in (*OF_A_MIXER, "chunk_size") and setting.name not in rule.settings:
                 object.__setattr__(self, setting.name, 1 if setting.name == "heads" else setting.default)
         if self.base_width is not None:
             raise InputError(f"model.base_width scales matrices of deltalab, and module '{rule.name}' has its own")
@@ -287,13 +298,16 @@ class ModelSpec:
 
     def rules(self) -> list[UpdateRule]:
         """Returns the different rules of the layers, first the rule of `make_rule`."""
-        rule = self.make_rule()
+        rules = [self.make_rule()]
         if isinstance(self.layers, int):
-            return [rule, *([get_rule(ATTENTION, window=self.window)] if self.attention else [])]
-        rules = [rule]
-        for layer in range(self.depth):
-            if (other := self.at(layer).make_rule()) not in rules:
-                rules.append(other)
+            rules += [get_rule(ATTENTION, window=self.window)] if self.attention else []
+            blocks = [self]
+        else:
+            blocks = [self.at(layer) for layer in range(self.depth)]
+        for block in blocks:
+            for other in (block, block.second()):
+                if other is not None and (rule := other.make_rule()) not in rules:
+                    rules.append(rule)
         return rules
 
     def kinds(self) -> list[tuple[int, "ModelSpec"]]:
@@ -307,9 +321,8 @@ class ModelSpec:
         """Returns the specification of a model in which every block is like the block of `layer`, counted from 0."""
         plain = replace(self, layers=1, attention=(), window=0)
         if isinstance(self.layers, int):
-            return (
-                replace(plain, rule={"name": ATTENTION, "window": self.window}) if self.is_attention(layer) else plain
-            )
+            attention = {"name": ATTENTION, "window": self.window}
+            return replace(plain, rule=attention, beside=None) if self.is_attention(layer) else plain
         entry = self.layers[layer]
         if isinstance(entry, str):
             return plain
@@ -318,6 +331,18 @@ class ModelSpec:
             return replace(plain, rule=self.rule if entry["name"] == RULE else knobs, **entry.get("layer", {}))
         except InputError as error:
             raise InputError(f"model.layers[{layer}]: {error}") from None
+
+    def second(self) -> "ModelSpec | None":
+        """Returns the specification of the mixer that stands beside the rule; None if there is none."""
+        if self.beside is None:
+            return None
+        entry: Mapping[str, Any] = {"name": self.beside} if isinstance(self.beside, str) else self.beside
+        knobs = {key: value for key, value in entry.items() if key != "layer"}
+        plain = replace(self, layers=1, attention=(), window=0, beside=None)
+        try:
+            return replace(plain, rule=self.rule if entry["name"] == RULE else knobs, **entry.get("layer", {}))
+        except InputError as error:
+            raise InputError(f"model.beside: {error}") from None
 
     @property
     def depth(self) -> int:
@@ -544,6 +569,8 @@ def _entry(entry: object, rule_name: str) -> Layer:
         from deltalab.models.published import written_out
 
         knobs, settings = written_out(knobs, settings)
+    if settings.get("beside") is not None:
+        settings = {**settings, "beside": _beside(settings["beside"], rule_name)}
     name = knobs.pop("name")
     if settings and is_path(name) and isinstance(get_rule(name, **knobs), OwnModule):
         raise InputError(f"model.layers: module '{name}' has no {next(iter(settings))} of a layer: give it kwargs")
@@ -559,6 +586,20 @@ def _entry(entry: object, rule_name: str) -> Layer:
         return {**get_rule(name, **knobs).spec(), **settings}
     except InputError as error:
         raise InputError(f"model.layers: {error}") from None
+
+
+def _beside(entry: object, rule_name: str) -> Layer:
+    """Returns the mixer beside a rule in its only form."""
+    if isinstance(entry, Mapping) and "module" in entry:
+        entry = as_rule(entry, "model.beside")
+    if not isinstance(entry, str) and not (isinstance(entry, Mapping) and isinstance(entry.get("name"), str)):
+        raise InputError(f"model.beside must be a rule's name, {{name: ..., knob: ...}} or a module, not {entry!r}")
+    if isinstance(entry, Mapping) and "beside" in (entry.get("layer") or {}):
+        raise InputError("model.beside: a third mixer does not go beside two")
+    try:
+        return _entry(entry, rule_name)
+    except InputError as error:
+        raise InputError(str(error).replace("model.layers", "model.beside")) from None
 
 
 def _whole(name: str, value: object, *, least: int) -> None:

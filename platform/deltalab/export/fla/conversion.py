@@ -185,7 +185,9 @@ def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
 def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, Any]:
     """The options that all models of FLA share, including the one that says which layers are attention."""
     has_mlp = form.block == "transformer"
-    needs(spec, form.model_type, readout=("position",), block=(form.block,), mlp=(has_mlp,), canon=((),))
+    needs(
+        spec, form.model_type, readout=("position",), block=(form.block,), mlp=(has_mlp,), canon=((),), beside=(None,)
+    )
     attn: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):
         if form is not TRANSFORMER and layer.make_rule().name == "attention":

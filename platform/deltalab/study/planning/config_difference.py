@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deltalab.models.spec import OF_A_LAYER
+from deltalab.models.spec import OF_A_MIXER
 from deltalab.own_module import is_path
 
 
@@ -19,7 +19,7 @@ def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
     """
     before, after = flat(base), flat(other)
     if any(is_path(config.get("rule.name")) for config in (before, after)):
-        idle = {f"model.{setting}" for setting in OF_A_LAYER}
+        idle = {f"model.{setting}" for setting in OF_A_MIXER}
         before, after = ({k: v for k, v in config.items() if k not in idle} for config in (before, after))
     keys = [*before, *(key for key in after if key not in before)]
     return {k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}

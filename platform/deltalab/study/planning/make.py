@@ -176,6 +176,7 @@ _MODEL_PARTS: dict[str, object] = {
     "qk_norm": False,
     "token_shift": False,
     "canon": (),
+    "beside": None,
 }
 """Parts of the model that an arm can take away, with the value that takes each away."""
 

@@ -90,7 +90,7 @@ class CostCounter:
         )
 
     def _block(self, model: ModelSpec, length: int) -> "_Blocks":
-        if isinstance(model.make_rule(), OwnModule):  # its products may grow with the tokens in any way
+        if _of_others(model):  # its products may grow with the tokens in any way
             return self._counted(model, length)
         sample = self._counted(model, None if length > SAMPLE else length)
         return self._counted(model, length) if sample.grows else sample
@@ -123,7 +123,7 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
         model.d_model * max(width, model.mlp_width or 3 * model.d_model), model.heads * (length or 0) ** 2 // 8
     )
     device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
-    if not isinstance(model.make_rule(), OwnModule):
+    if not _of_others(model):
         return _count_on(device, model, length)
     try:
         return _count_on(torch.device("cpu"), model, length)
@@ -132,6 +132,11 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
             raise
         with torch.autocast("cuda", torch.bfloat16):  # the module needs a GPU
             return _count_on(torch.device("cuda"), model, length)
+
+
+def _of_others(model: ModelSpec) -> bool:
+    """Whether a block has a module of another author."""
+    return any(isinstance(rule, OwnModule) for rule in model.rules())
 
 
 @torch.no_grad()
@@ -143,7 +148,7 @@ def _count_on(device: torch.device, model: ModelSpec, length: int | None) -> _Bl
     grows = length is None and network.hidden(token, cache)[1][0].numel() != cache[0].numel()
     inside = sum(p.numel() for p in network.blocks.parameters())
     ends = sum(p.numel() for p in network.parameters()) - inside
-    size = cast(Block, network.blocks[0]).mixer.cache_size(cache[0])
+    size = cast(Block, network.blocks[0]).cache_size(cache[0])
     return _Blocks(ends, inside // model.depth, size, flops / model.depth, grows)
 
 
