@@ -21,7 +21,7 @@ from deltalab.cli.export import export
 from deltalab.cli.options import AsJson, Db, Folder, LogTo, Overrides, Profile, StudyFile, StudyName, find_study
 from deltalab.cli.plugins import model, module, rule, task
 from deltalab.cli.train import train
-from deltalab.errors import InputError, WrongRules, one_line
+from deltalab.errors import InputError, WrongRules, one_line, unknown
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start studies.")
@@ -278,6 +278,28 @@ def study_new(name: str, folder: Folder = Path("studies")) -> None:
 
     file = new_study(name, folder)
     print(f"{file}: change it, then: platform study plan {file}")
+
+
+@study.command("import")
+def study_import(
+    tool: Annotated[str, typer.Argument(metavar="zoology|mad", help="The tool whose configuration it is.")],
+    config: Annotated[Path, typer.Argument(help="zoology: a Python file that makes `configs`; mad: a task's YAML.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The study file; studies/NAME.yaml by default.")] = None,
+) -> None:
+    """Write a study from a configuration of zoology or mad-lab, which is read as text. Nothing of it is run."""
+    from deltalab.authoring.imports.mad import from_mad
+    from deltalab.authoring.imports.written import write_study
+    from deltalab.authoring.imports.zoology import from_zoology
+
+    readers = {"zoology": from_zoology, "mad": from_mad}
+    if tool not in readers:
+        raise unknown("tool", tool, readers)
+    imported = readers[tool](config)
+    file = out or Path("studies") / f"{imported.name}.yaml"
+    write_study(imported, file)
+    for note in imported.left_out:
+        print(f"not as in {tool}: {note}", file=sys.stderr)
+    print(f"{file}: {len(imported.tasks)} tasks, {len(imported.arms) + 1} arms; then: platform study plan {file}")
 
 
 @app.command()

@@ -1,0 +1,1 @@
+"""Studies of other tools, read as text: nothing of theirs is run."""
