@@ -12,20 +12,12 @@ from deltalab.tasks.mqar import MQAR
 from deltalab.tasks.niah import NIAH
 from deltalab.tasks.parity import Parity
 from deltalab.tasks.randomness import Random
-from deltalab.tasks.recall.compositional_mqar import CompositionalMQAR
-from deltalab.tasks.recall.copying import Copying
-from deltalab.tasks.recall.forgetting_mqar import ForgettingMQAR
-from deltalab.tasks.recall.needles import Needles
-from deltalab.tasks.recall.variable_tracking import VariableTracking
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
 from deltalab.tasks.text import Text
 from deltalab.tasks.word_problem import WordProblem
 
 _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, Memorization)
 _STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
-_RECALL = (ForgettingMQAR, CompositionalMQAR, VariableTracking, Needles, Copying)
-BUILTIN: dict[str, type[Task]] = {
-    task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING, *_RECALL)
-}
+BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING)}
 
 __all__ = ["BUILTIN", "IGNORE", "MQAR", "NIAH", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]
