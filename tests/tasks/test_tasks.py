@@ -23,6 +23,7 @@ from deltalab.tasks.corpus import Corpus, corpus_path, load
 from deltalab.tasks.digits import Digits
 from deltalab.tasks.kjv_jargon import FINGERPRINT, FOLDER, cut
 from deltalab.tasks.mod_arithmetic import ModArithmetic
+from deltalab.tasks.proxies.task import Proxy
 from deltalab.tasks.text import open_corpus
 from deltalab.tasks.word_problem import WordProblem
 
@@ -162,6 +163,7 @@ DRAWN = [
     pytest.param(ModArithmetic(brackets=True), id="mod_arithmetic_brackets"),
     *(pytest.param(WordProblem(group=group), id=group) for group in ("S3", "A5", "S5")),
     *(pytest.param(BUILTIN[name](), id=name) for name in BUILTIN if name.startswith(("mad_", "parity", "mod_"))),
+    *(pytest.param(kind(), id=name) for name, kind in BUILTIN.items() if issubclass(kind, Proxy)),
 ]
 
 

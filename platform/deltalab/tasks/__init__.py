@@ -11,6 +11,11 @@ from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.mqar import MQAR
 from deltalab.tasks.niah import NIAH
 from deltalab.tasks.parity import Parity
+from deltalab.tasks.proxies.recall.compositional_mqar import CompositionalMQAR
+from deltalab.tasks.proxies.recall.forgetting_mqar import ForgettingMQAR
+from deltalab.tasks.proxies.recall.length_copy import LengthCopy
+from deltalab.tasks.proxies.recall.needles import Needles
+from deltalab.tasks.proxies.recall.variables import Variables
 from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
 from deltalab.tasks.text import Text
@@ -18,6 +23,10 @@ from deltalab.tasks.word_problem import WordProblem
 
 _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, Memorization)
 _STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
-BUILTIN: dict[str, type[Task]] = {task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING)}
+_RECALL = (ForgettingMQAR, CompositionalMQAR, Needles, Variables, LengthCopy)
+_PROXIES = _RECALL
+BUILTIN: dict[str, type[Task]] = {
+    task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING, *_PROXIES)
+}
 
 __all__ = ["BUILTIN", "IGNORE", "MQAR", "NIAH", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]

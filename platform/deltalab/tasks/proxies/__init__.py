@@ -1,0 +1,1 @@
+"""Proxy tasks beyond MAD: recall under changes, structured reasoning, state tracking in traces."""
