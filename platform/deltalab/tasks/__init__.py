@@ -11,6 +11,10 @@ from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.mqar import MQAR
 from deltalab.tasks.niah import NIAH
 from deltalab.tasks.parity import Parity
+from deltalab.tasks.proxies.physics.brevo import Brevo
+from deltalab.tasks.proxies.physics.depo import Depo
+from deltalab.tasks.proxies.physics.lano import Lano
+from deltalab.tasks.proxies.physics.mano import Mano
 from deltalab.tasks.proxies.recall.compositional_mqar import CompositionalMQAR
 from deltalab.tasks.proxies.recall.forgetting_mqar import ForgettingMQAR
 from deltalab.tasks.proxies.recall.length_copy import LengthCopy
@@ -24,7 +28,8 @@ from deltalab.tasks.word_problem import WordProblem
 _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, Memorization)
 _STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
 _RECALL = (ForgettingMQAR, CompositionalMQAR, Needles, Variables, LengthCopy)
-_PROXIES = _RECALL
+_PHYSICS = (Depo, Brevo, Mano, Lano)
+_PROXIES = (*_RECALL, *_PHYSICS)
 BUILTIN: dict[str, type[Task]] = {
     task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING, *_PROXIES)
 }

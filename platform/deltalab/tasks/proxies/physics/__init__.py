@@ -1,0 +1,1 @@
+"""The synthetic tasks of *Physics of Language Models: Part 4.1*, in miniature."""
