@@ -20,6 +20,8 @@ from deltalab.tasks.proxies.recall.forgetting_mqar import ForgettingMQAR
 from deltalab.tasks.proxies.recall.length_copy import LengthCopy
 from deltalab.tasks.proxies.recall.needles import Needles
 from deltalab.tasks.proxies.recall.variables import Variables
+from deltalab.tasks.proxies.tracking.program_trace import ProgramTrace
+from deltalab.tasks.proxies.tracking.selectiv import Selectiv
 from deltalab.tasks.randomness import Random
 from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
 from deltalab.tasks.text import Text
@@ -29,7 +31,7 @@ _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, M
 _STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
 _RECALL = (ForgettingMQAR, CompositionalMQAR, Needles, Variables, LengthCopy)
 _PHYSICS = (Depo, Brevo, Mano, Lano)
-_PROXIES = (*_RECALL, *_PHYSICS)
+_PROXIES = (*_RECALL, *_PHYSICS, ProgramTrace, Selectiv)
 BUILTIN: dict[str, type[Task]] = {
     task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING, *_PROXIES)
 }
