@@ -42,7 +42,8 @@ def ancestors(task: Any, inputs: list[int]) -> dict[int, int]:
         parents.setdefault(child, set()).add(parent)
     assert max(map(len, parents.values())) <= task.parents
     assert inputs[end + 2] == answer
-    todo, wanted = [inputs[end + 1]], set()
+    todo = [inputs[end + 1]]
+    wanted: set[int] = set()
     while todo:
         new = parents.get(todo.pop(), set()) - wanted
         wanted |= new

@@ -27,8 +27,8 @@ class Brevo(Proxy):
     The metric is accuracy over the ancestors. `chance` is the accuracy of naming any token, 1/`names`.
 
     What separates rules: before the first answer, a model must find all ancestors and the sources among them, which
-    takes as many layers as the graph is deep, or a state that updates sets of nodes as edges come. Linear models lack
-    the depth, not the memory: the paper finds the same order of models as on Depo.
+    takes as many layers as the graph is deep, or a state that updates sets of nodes as edges come. Edges come in random
+    order, so that one pass over them with a linear state does not give what is reached in several steps.
 
     As in the source: how the graph is drawn, edges in random order, the query of the last node, teacher forcing.
     Different: any number of children; one of several right orders is the right one; q itself and the end are not

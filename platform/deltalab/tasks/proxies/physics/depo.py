@@ -24,8 +24,8 @@ class Depo(Proxy):
     token, 1/`names`; naming any node of the cycle has 1/n.
 
     What separates rules: each hop is a recall whose key is the result of the last, so that a model needs about log2(k)
-    layers that compose pairs, or k layers that look up (Sanford et al. 2024, arXiv:2402.09268), and a state of n pairs.
-    Allen-Zhu finds linear models weak here: they lose in the retrieval of each hop.
+    layers that compose pairs, or k layers that look up (Sanford et al. 2024, arXiv:2402.09268). A recurrent rule must
+    also hold n pairs without interference: an error of one recall is the key of the next.
 
     As in the source: pairs of one cycle in random order, uniform k, distinct nodes in the questions, answers that stay
     in the context. Different: n is fixed, a node is one token, and only its answer is scored.

@@ -36,10 +36,9 @@ class Lano(Proxy):
     the best accuracy that any model can have is 1 to within a percent. Grammar 1 has two starts for 3 strings in 100,
     and a ceiling of about 0.985.
 
-    What separates rules: where a symbol ends is locally ambiguous, since long runs of few terminals have many parses,
-    and only the whole string settles it. A parse by levels takes a layer or more per level; a decay that forgets at a
-    fixed rate loses the begin of a string. Parsing needs a table of spans, which no state of fixed size holds for all
-    lengths.
+    What separates rules: where a symbol ends is locally ambiguous, since long runs of few terminals have many parses.
+    Only the whole string settles it, so that a state must hold what is still possible at each level. A decay that
+    forgets at a fixed rate loses the beginning of a string.
 
     As in the source: levels of few symbols, rules of 2 and 3 symbols, different right sides, strings without spaces.
     Different: the source scores next tokens against their exact distribution, which no input decides; here one answer

@@ -25,8 +25,7 @@ class CompositionalMQAR(Proxy):
     of the key names one of s values at best, 1/s.
 
     What separates rules: the key of a write must join two tokens. A single layer whose keys are functions of one token
-    cannot do so, and needs a short convolution or an earlier layer that brings a to b (Arora et al. 2023, section 4, on
-    why recall needs two layers or shifts).
+    names one of s values, whatever its rule; a short convolution or an earlier layer brings a to b.
 
     As in zoology's `compositional_mqar`: the grid, the layout and the slots. Different: other positions hold 0 unless
     `random_non_queries`, and L may be odd.

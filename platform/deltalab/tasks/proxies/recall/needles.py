@@ -37,7 +37,7 @@ class Needles(Proxy):
 
     What separates rules: a state of fixed size must drop fillers and keep needles over the haystack, so that a write
     gate that depends on the input helps, and a decay that does not depend on it loses early needles (`early`).
-    Attention keeps all (Hsieh et al. 2024; Jelassi et al. 2024, arXiv:2402.01032, on copying from a fixed state).
+    Attention keeps every token, while what a fixed state can copy is bounded (Jelassi et al. 2024, arXiv:2402.01032).
 
     As in RULER: needles at any depth, distractors with other keys, all values of a key in one answer. Different: one
     token for a word, uniform fillers in place of essays, and the order of several values is that of the haystack.

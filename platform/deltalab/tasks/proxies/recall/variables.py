@@ -34,7 +34,8 @@ class Variables(Proxy):
 
     What separates rules: a layer that reads by key makes one hop, so that attention needs about log2(h) layers (Sanford
     et al. 2024, arXiv:2402.09268). One recurrent layer passes a value on only if its transition moves content from one
-    key to another. A decay and the I - beta k k^T of a delta rule do not; a product of two such steps does.
+    key to another. A decay does not. The I - beta k k^T of a delta rule does where k is the difference of two keys: at
+    beta = 1, both names then hold half of the value.
 
     As in RULER: chains amid noise, all variables of one value. Different: one token for a name, uniform fillers, the
     order of the variables is that of the chain, and `value` asks the other way round.
