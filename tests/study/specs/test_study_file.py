@@ -258,16 +258,20 @@ def test_it_is_refused_in_one_line(plan: Callable[..., Plan], given: dict[str, A
 
 # Of every task, what cannot be met, and the rule that it breaks: training first, then what is evaluated.
 UNMET: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "compositional_mqar": [({"length": 20, "grid": 2}, "'length' must be at least 6 x grid^2 = 24, not 20")],
-    "copying": [({"longest": 2}, "'longest' must be at least 4, not 2")],
-    "forgetting_mqar": [({"length": 48, "pairs": 4, "updates": 5}, "'updates' must be from 1 to pairs = 4, not 5")],
+    "brevo": [({"nodes": 3}, "'nodes' must be at least 4, not 3")],
+    "compositional_mqar": [({"length": 20, "side": 2}, "'length' must be at least 6 x side^2 = 24, not 20")],
+    "depo": [({"nodes": 1}, "'nodes' must be")],
     "digits": [({"both_ways": 1}, "'both_ways' must be true or false, not 1")],
+    "forgetting_mqar": [({"pairs": 4, "updates": 5}, "'updates' must be between 1 and pairs = 4, not 5")],
+    "lano": [({"levels": 0}, "'levels' must be")],
+    "length_copy": [({"times": [0]}, "'times' must all be at least 1")],
     "mad_compression": [({"vocab_size": 2}, "'vocab_size' must be at least 3, not 2")],
     "mad_fuzzy_recall": [({"length": 17}, "'length' must be at least 18, not 17")],
     "mad_in_context_recall": [({"length": 33}, "'length' must be even and at least 4, not 33")],
     "mad_memorization": [({"vocab_size": 3}, "'vocab_size' must be at least 4, not 3")],
     "mad_noisy_recall": [({"noise_vocab": 29}, "'vocab_size' must be at least noise_vocab + 4 = 33, not 32")],
     "mad_selective_copy": [({"copies": 128}, "'length' must be at least 2 x copies + 2 = 258, not 256")],
+    "mano": [({"operations": [0, 3]}, "'operations' must begin at 1 or above, not (0, 3)")],
     "mod_arithmetic": [
         ({"length_range": [40, 3]}, "'length_range' must not end before it begins, not (40, 3)"),
         ({"test_range": [4, 4]}, "'test_range' must hold an odd length, not (4, 4)"),
@@ -278,14 +282,16 @@ UNMET: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"length": 16, "pairs": 2, "tests": [[8, 3]]}, "must be at least 4 x pairs = 12, not 8, in 'tests'"),
         ({"length": 16, "pairs": 2, "mixture": [[8, 2, 1]]}, "[length, pairs] = [16, 2] in it, and nothing longer"),
     ],
-    "needles": [({"queries": 5}, "'queries' must be at most needles = 4, not 5")],
     "niah": [
         ({"variant": 4}, "'variant' must be 1, 2 or 3, not 4"),
         ({"variant": 2, "times": [0]}, "'times' must all be at least 1, not (0,)"),
     ],
     "parity": [({"test_range": [50, 40]}, "'test_range' must not end before it begins, not (50, 40)")],
+    "program_trace": [({"variables": 2}, "'variables' must be at least 3, not 2")],
+    "ruler_needles": [({"times": []}, "'times' must name a multiple")],
+    "ruler_variables": [({"chains": 0}, "'chains' must be")],
+    "selectiv": [({"times": [0]}, "'times' must")],
     "text": [({"length": 0}, "'length' must be at least 1, not 0")],
-    "variable_tracking": [({"names": 8}, "'names' must be at least chains x (hops + 1) = 16, not 8")],
     "word_problem": [
         ({"group": "S9"}, "S9"),
         ({"group": "S5", "test_lengths": [32, 1]}, "'test_lengths' must all be at least 2, not (32, 1)"),

@@ -183,7 +183,7 @@ def _tasks(trainings: Sequence[Made], left_out: list[str]) -> dict[str, dict[str
         except InputError as error:
             left_out.append(f"data of {kind}: {error}")
             continue
-        label = f"{TASKS[kind]}_{task['length']}x{task.get('pairs') or task['grid'] ** 2}"
+        label = f"{TASKS[kind]}_{task['length']}x{task.get('pairs') or task['side'] ** 2}"
         tasks.setdefault(label, {"task": TASKS[kind], **task})
     batches = {nearest_batch(_given(training.given, "data").get("batch_size", 32)) for training in trainings}
     if len(batches) > 1:
@@ -197,16 +197,16 @@ def _task(
     largest = max(parts, key=lambda part: (part["input_seq_len"], part["num_kv_pairs"]))
     task: dict[str, Any] = {"length": largest["input_seq_len"], "vocab_size": largest["vocab_size"]}
     if kind == "CompositionalMQARConfig":
-        task["grid"] = round(largest["num_kv_pairs"] ** 0.5)
+        task["side"] = round(largest["num_kv_pairs"] ** 0.5)
     else:
         task["pairs"] = largest["num_kv_pairs"]
     if kind == "ForgettingMQARConfig":
         task["updates"] = largest["num_updates"]
     if largest["power_a"] != 0.01:
         task["power"] = float(largest["power_a"])
+    if largest["random_non_queries"]:
+        task["random_non_queries"] = True
     if TASKS[kind] == "mqar":
-        if largest["random_non_queries"]:
-            task["random_non_queries"] = True
         task["train_examples"] = sum(part["num_examples"] for part in parts)
         if len(parts) > 1:
             task["mixture"] = [[part["input_seq_len"], part["num_kv_pairs"], part["num_examples"]] for part in parts]
@@ -220,7 +220,6 @@ def _task(
                 len(parts) > 1,
             ),
             (f"tests of {kind} at other sizes than training", len(tests) > 1),
-            (f"random tokens between the queries of {kind}", bool(largest["random_non_queries"])),
         ):
             left_out.extend([what] if is_so and what not in left_out else [])
     return task
