@@ -100,7 +100,11 @@ class ModuleLayer(Remade):
         if not callable(count):
             return CacheSize(math.nan, 0, canon)
         length = sum(past.shape[1] for past in _pasts(cache))
-        size = float(count(length) if inspect.signature(count).parameters else count())
+        kinds = {parameter.kind for parameter in inspect.signature(count).parameters.values()}
+        if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:
+            size = float(count(length))
+        else:  # layers of zoology and flash-linear-attention take any keywords
+            size = float(count(sequence_length=length) if inspect.Parameter.VAR_KEYWORD in kinds else count())
         return CacheSize(size, 0, canon)
 
 
