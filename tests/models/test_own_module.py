@@ -120,7 +120,10 @@ def test_costs_are_counted() -> None:
 def test_a_module_says_its_state_in_any_form(given: str, own: Path) -> None:
     body = "more['sequence_length']" if given == "**more" else given.partition("=")[0] or "40"
     method = f"    def state_size(self{', ' if given else ''}{given}):\n        return 2 * {body}\n"
-    text = "from torch import nn\n\n\nclass Counts(nn.Linear):\n    def __init__(self, dim):\n        super().__init__(dim, dim)\n\n"
+    text = (
+        "from torch import nn\n\n\nclass Counts(nn.Linear):\n"
+        "    def __init__(self, dim):\n        super().__init__(dim, dim)\n\n"
+    )
     (own / "counts.py").write_text(text + method)
     assert CostCounter().costs(ModelSpec.of({"mixer": "counts.py:Counts", **SIZES}), 40).cache.state == 2 * 2 * 40
 
