@@ -47,12 +47,13 @@ from deltalab.training.train import RunResult, train_together
 
 OUT = Path(__file__).with_name("measures_cpu.json")
 LEDGERS = (
-    (OUT.with_name("found_rules_h100.db.xz"), "found_rules:gpu"),
-    (OUT.with_name("found_rules_h100.db.xz"), "found_parts:gpu"),
-    (OUT.with_name("found_rules_h100.db.xz"), "pre_state_sgla:gpu"),
-    (OUT.with_name("discover_h100.db.xz"), "discover:gpu"),
+    (OUT.with_name("found_rules_h100.db.xz"), "found_rules:gpu", True),
+    (OUT.with_name("found_rules_h100.db.xz"), "found_parts:gpu", True),
+    (OUT.with_name("found_rules_h100.db.xz"), "pre_state_sgla:gpu", True),
+    (OUT.with_name("discover_h100.db.xz"), "discover:gpu", True),
+    (OUT.with_name("proxies.db.xz"), "proxies", False),
 )
-"""Studies that ran on a GPU, whose runs are there."""
+"""Studies whose runs are there, and whether they tuned."""
 EVALUATIONS = 10
 STUDY_SEEDS = 6
 STUDIES = 20
@@ -382,7 +383,7 @@ def summarize(out: dict[str, Any], names: Sequence[str]) -> None:
         if group and (table := trained_table(group, 1)):
             group["figures"] = summary(table, trained_table(group, LONGER))
             group["tuned"] = len(group["candidates"]) > 1
-    for ledger, address in LEDGERS:
+    for ledger, address, tuned in LEDGERS:
         for name, (task, steps, table) in recorded_tables(ledger, address).items():
             out.setdefault("recorded", {})[f"{address} {name}"] = {
                 "study": address,
@@ -390,7 +391,7 @@ def summarize(out: dict[str, Any], names: Sequence[str]) -> None:
                 "metric": task.metric,
                 "parameters": dict(task.parameters),
                 "steps": steps,
-                "tuned": True,
+                "tuned": tuned,
                 "figures": summary(table, None),
             }
     spreads = [
