@@ -34,8 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deltalab
+from deltalab.models.block import Block
 from deltalab.models.layer import RuleLayer, initialize
-from deltalab.models.model import Block, Model
+from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops import backends
 

@@ -7,8 +7,9 @@ import torch
 
 from deltalab import InputError, get_task
 from deltalab.export.modules import plugins
+from deltalab.models.block import Block
 from deltalab.models.dead_parameters import dead_parameters
-from deltalab.models.model import Block, Model, build_model
+from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.model_costs import CostCounter
 from deltalab.training.spec import TrainSpec

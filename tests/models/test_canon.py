@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from deltalab import InputError, get_task
+from deltalab.models.block import CANON, Block, Canon
 from deltalab.models.dead_parameters import dead_parameters
-from deltalab.models.model import CANON, Block, Canon, Model, build_model
+from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.model_costs import CostCounter
 from deltalab.training.spec import TrainSpec

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from deltalab import list_rules
+from deltalab.models.block import Block
 from deltalab.models.layer import RuleLayer
-from deltalab.models.model import Block
 from deltalab.models.published import presets
 from deltalab.models.spec import ModelSpec
 

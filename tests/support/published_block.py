@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltalab.models.block import Block
 from deltalab.models.layer import RuleLayer
-from deltalab.models.model import Block
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_rule, rule_plugin
 

@@ -13,8 +13,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from deltalab.models.block import Block
 from deltalab.models.layer import LayerCache, initialize, shard_gates
-from deltalab.models.model import Block, Model, parameter_groups
+from deltalab.models.model import Model, parameter_groups
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.block import make_mixer
 from deltalab.models.layer import LayerCache
-from deltalab.models.model import make_mixer
 from deltalab.models.spec import OF_A_LAYER, ModelSpec
 from deltalab.ops.packing import Packing
 

@@ -32,7 +32,8 @@ from deltalab.export.fla.linear_forms import (
     MAMBA2,
     RETNET,
 )
-from deltalab.models.model import Model, swiglu_width
+from deltalab.models.block import swiglu_width
+from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
 FORMS = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.model import swiglu_width
+from deltalab.models.block import swiglu_width
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule, is_path
 from deltalab.study.planning.model_costs import CostCounter

@@ -8,8 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from deltalab.models.block import Block
 from deltalab.models.layer import CacheSize, LayerCache
-from deltalab.models.model import Block, Model
+from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
 
