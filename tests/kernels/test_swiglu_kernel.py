@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from deltalab.kernels.step import swiglu as kernels
 from deltalab.kernels.step.swiglu import swiglu
-from deltalab.models import model as models
+from deltalab.models import block as models
 from deltalab.ops.backends import available
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
