@@ -1,7 +1,6 @@
 """Studies of zoology and mad-lab are read as text: nothing of them runs, and what has no counterpart is listed."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import yaml
 from typer.testing import CliRunner
 
 from deltalab import InputError
-from deltalab.authoring.imports import config_text
 from deltalab.authoring.imports.config_text import ConfigText, Unread
 from deltalab.authoring.imports.mad import TASKS, from_mad
 from deltalab.authoring.imports.written import write_study
@@ -146,23 +144,71 @@ configs = TrainConfig.__init__.__globals__
         from_zoology(config(text))
 
 
+ENDLESS: dict[str, str] = {
+    "a list that grows while it is read": "x = [0]\nfor i in x:\n    x.append(i)\n    for j in range(9 ** 9):\n        pass\n",
+    "a function that calls itself": "def f():\n    return f()\nx = f()\n",
+    "a tree of calls": "def f(n):\n    return [f(n - 1), f(n - 1)] if n else 0\nx = f(35)\n",
+    "a long text": 'x = "a" * 10 ** 9\n',
+    "a text that is replaced": "x = 'aaaa'\nfor i in range(12):\n    x = x.replace('a', 'aaaaaaaa')\n",
+    "a list that doubles": "x = [1]\nfor i in range(64):\n    x = x + x\n",
+    "a list that is extended by itself": "x = [1]\nfor i in range(64):\n    x.extend(x)\n",
+    "lists of lists": "x = [[i for i in range(10 ** 6)] for j in range(10 ** 6)]\n",
+    "copies of a list": "x = [0] * 100000\ny = [x[:] for i in range(20000)]\n",
+    "a power": "x = 9 ** 9 ** 9 ** 9\n",
+    "a number that is squared": "x = 10\nfor i in range(64):\n    x = x * x\n",
+    "a number that is rounded": "x = round(10 ** 60, -10 ** 9)\n",
+    "all pairs": "import itertools\nx = itertools.product(range(100000), range(100000))\n",
+    "lists of the same two lists": "x = [1]\nfor i in range(40):\n    x = [x, x]\ny = [x] == [x, x]\n",
+    "a list that holds itself": "configs = [1]\nconfigs.append(configs)\n",
+    "sums without end": "x = " + "+".join(["1"] * 50000) + "\n",
+    "signs without end": "x = " + "-" * 50000 + "1\n",
+    "conditions without end": "x = 1\nif x == 0:\n    pass\n" + "elif x == 2:\n    pass\n" * 5000,
+    "one mapping many times": "d = {}\nfor i in range(9000):\n    d[i] = i\nx = {" + "**d, " * 50000 + "}\n",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_file_without_end_is_refused(name: str, config: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"config\.py(, line \d+)?: (takes|makes|nests|functions)") as raised:
+        ConfigText(config(ENDLESS[name]))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_not_read_is_said_with_its_line(config: Callable[[str], Path]) -> None:
+    text = """
+from zoology.experiments.models_repo import add_attention
+from zoology.data.stacked import ContinuousMQARConfig as MQARConfig
+import secrets
+models = add_attention([])
+for model in models:
+    pass
+if secrets.choice([True, False]):
+    width = 64
+a, b = 5
+more = ModelConfig(**somewhere)
+name = f"{width}"
+chosen = [n for n in (1, 2) if n in models]
+data = MQARConfig(num_kv_pairs=-(+4))
+"""
+    read = ConfigText(config(text))
+    where = str(config(text))
+    called = f"{where}, line 5: calls add_attention from zoology.experiments.models_repo, which is not read"
+    assert read.notes == [
+        f"{where}, line 6: a loop over what is not read ({called})",
+        f"{where}, line 8: a condition that is not read ({where}, line 8: calls secrets.choice, which is not read)",
+        f"{where}, line 10: a statement that is not read: TypeError: 'int' object is not iterable",
+    ]
+    for name in ("models", "more", "name", "chosen"):
+        assert isinstance(read.values[name], Unread)
+    assert (read.values["data"].name, read.values["data"].given) == ("ContinuousMQARConfig", {"num_kv_pairs": -4})
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "x = [0]\nfor i in x:\n    x.append(i)\n    for j in range(10 ** 9):\n        pass\n",
-        "def f():\n    return f()\nx = f()\n",
-        'x = "a" * 10 ** 9\n',
-        "x = [1]\nfor i in range(64):\n    x = x + x\n",
-        "x = 9 ** 9 ** 9 ** 9\n",
-        "x = [[i for i in range(10 ** 6)] for j in range(10 ** 6)]\n",
-    ],
+    "text", ["return 5\n", "break\n", "for i in 5:\n    pass\n", "d = {}\nd[[1]] = 2\n", "a.b = 1\n"]
 )
-def test_a_file_without_end_is_refused_or_left(
-    text: str, config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_text, "MOST_STEPS", 20_000)
-    with suppress(InputError):
-        ConfigText(config(text))
+def test_python_that_would_not_run_is_no_traceback(text: str, config: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"config\.py"):
+        from_zoology(config(text))
 
 
 WRONG: list[tuple[str, str]] = [
