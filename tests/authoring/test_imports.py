@@ -145,7 +145,7 @@ configs = TrainConfig.__init__.__globals__
 
 
 ENDLESS: dict[str, str] = {
-    "a list that grows while it is read": "x = [0]\nfor i in x:\n    x.append(i)\n    for j in range(9 ** 9):\n        pass\n",
+    "a list that grows while it is read": "x = [0]\nfor i in x:\n    x.append(i)\n    y = [*range(9 ** 9)]\n",
     "a function that calls itself": "def f():\n    return f()\nx = f()\n",
     "a tree of calls": "def f(n):\n    return [f(n - 1), f(n - 1)] if n else 0\nx = f(35)\n",
     "a long text": 'x = "a" * 10 ** 9\n',

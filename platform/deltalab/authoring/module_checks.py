@@ -154,28 +154,24 @@ def repetition(subject: Subject) -> Iterator[Measurement]:
 
 def gradients(subject: Subject) -> Iterator[Measurement | Note]:
     """Measures the gradient along a direction against a difference of two outputs."""
-    layer, x = subject.layer(), subject.inputs(33)
+    layer, x = subject.layer(), subject.inputs()
+    layer, x, precision = _most_precise(subject, layer, x)
+    if precision.note:
+        yield Note(precision.note)
     parameters = dict(layer.named_parameters())
-    if subject.device == "cpu":
-        with torch.no_grad():
-            double = copy.deepcopy(layer).double()
-            try:
-                double(x.double())
-                layer, x, parameters = double, x.double(), dict(double.named_parameters())
-            except Exception:  # some kernels take fp32 alone
-                yield Note("the module does not run in fp64, so that gradients are held to a difference in fp32")
     x = x.requires_grad_()
     draw = torch.Generator().manual_seed(1)
     weights = torch.randn(x.shape, generator=draw).to(x)
 
-    def total(x: Tensor) -> Tensor:
+    def output(x: Tensor) -> Tensor:
         torch.manual_seed(0)
-        with torch.autocast(subject.device, torch.bfloat16, subject.device != "cpu"):
+        with torch.autocast(subject.device, torch.bfloat16, precision.bf16):
             y: Tensor = layer(x)
-        return (y.to(weights.dtype) * weights).sum()
+        return y.to(weights.dtype)
 
     given = [x, *parameters.values()]
-    found = torch.autograd.grad(total(x), given, allow_unused=True)
+    y = output(x)
+    found = torch.autograd.grad((y * weights).sum(), given, allow_unused=True)
     unused = [name for name, part in zip(parameters, found[1:], strict=True) if part is None]
     if unused:
         yield Note(f"no gradient reaches {', '.join(name.removeprefix('inner.') for name in unused[:4])}")
@@ -184,31 +180,81 @@ def gradients(subject: Subject) -> Iterator[Measurement | Note]:
         yield Measurement(
             bad, f"the share of the gradient of {name.removeprefix('inner.')} that is not finite", "", 0.0
         )
-    exact = x.dtype == torch.float64
-    step = 1e-6 if exact else 1e-2
-    directions = [torch.randn(value.shape, generator=draw).to(value) for value in given]
-    slope = sum(float((part * way).sum()) for part, way in zip(found, directions, strict=True) if part is not None)
+    # Change each tensor by an equal share of its size, so that no tensor hides the others.
+    ways = [torch.randn(value.shape, generator=draw).to(value) * _size(value) for value in given]
+    slope = sum(float((part * way).sum()) for part, way in zip(found, ways, strict=True) if part is not None)
     ends = []
     with torch.no_grad():
         for sign in (1, -1):
-            for value, way in zip(given, directions, strict=True):
-                value.add_(sign * step * way)
-            ends.append(float(total(x)))
-            for value, way in zip(given, directions, strict=True):
-                value.sub_(sign * step * way)
-    difference = (ends[0] - ends[1]) / (2 * step)
-    limit = 1e-4 if exact else 0.1
-    error = abs(slope - difference) / max(abs(difference), abs(slope), float(weights.norm()))
+            for value, way in zip(given, ways, strict=True):
+                value.add_(sign * precision.step * way)
+            ends.append(float((output(x) * weights).sum()))
+            for value, way in zip(given, ways, strict=True):
+                value.sub_(sign * precision.step * way)
+    difference = (ends[0] - ends[1]) / (2 * precision.step)
+    error = abs(slope - difference) / max(abs(difference), abs(slope), float(y.norm()))
     yield Measurement(
-        error / limit, "the error of the gradient along a direction, as a share of what is allowed,", "", 1.0
+        error / precision.limit, "the error of the gradient along a direction, as a share of what is allowed,", "", 1.0
     )
 
 
+class _Precision(NamedTuple):
+    """How a gradient is held to a difference.
+
+    Attributes:
+        step: The change of a tensor, as a share of its size.
+        limit: The error that is allowed, which is that of the difference.
+        bf16: Whether products are in bf16.
+        note: What to say of it.
+    """
+
+    step: float
+    limit: float
+    bf16: bool = False
+    note: str = ""
+
+
+def _most_precise(subject: Subject, layer: ModuleLayer, x: Tensor) -> tuple[ModuleLayer, Tensor, _Precision]:
+    """Finds the most precise numbers in which a module runs: fp64 on a CPU, fp32 or bf16 on a GPU."""
+    if subject.device == "cpu":
+        with torch.no_grad():
+            double = copy.deepcopy(layer).double()
+            try:
+                double(x.double())
+            except Exception:  # some kernels take fp32 alone
+                note = "the module does not run in fp64, so that gradients are held to a difference in fp32"
+                return layer, x, _Precision(1e-2, 0.1, note=note)
+        return double, x.double(), _Precision(1e-6, 1e-4)
+    if not _runs_in_fp32(layer, x):
+        note = "the module does not run in fp32, so that gradients are held to a difference in bf16"
+        return layer, x, _Precision(0.1, 0.3, bf16=True, note=note)
+    return layer, x, _Precision(3e-2, 0.1)  # kernels may round their products to TF32
+
+
 @torch.no_grad()
-def precisions(subject: Subject) -> Iterator[Measurement]:
+def _runs_in_fp32(layer: ModuleLayer, x: Tensor) -> bool:
+    try:
+        layer(x)
+    except Exception:  # such as kernels for bf16 alone
+        return False
+    return True
+
+
+def _size(value: Tensor) -> float:
+    """Returns the root mean square of a tensor, or 0.01 for one that is smaller."""
+    return max(float(value.detach().square().mean().sqrt()), 0.01) if value.numel() else 0.0
+
+
+@torch.no_grad()
+def precisions(subject: Subject) -> Iterator[Measurement | Note]:
     """Measures the error of bf16 products, as a GPU trains with them."""
     layer, x = subject.layer(), subject.inputs()
-    want = subject.called(layer, x)
+    if not _runs_in_fp32(layer, x):
+        yield Note("the module does not run in fp32")
+        return
+    torch.manual_seed(0)
+    want = layer(x).float()
+    torch.manual_seed(0)
     with torch.autocast(subject.device, torch.bfloat16):
         y = layer(x).float()
     yield Measurement(float((y - want).norm() / want.norm().clamp_min(1e-12)), "the error with products in bf16")

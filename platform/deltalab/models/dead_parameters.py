@@ -4,7 +4,6 @@ import torch
 
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.own_module import OwnModule
 
 ROWS, TOKENS = 4, 32
 """How many random sequences a block reads, and how long they are. They reach every slot that a rule routes to."""
@@ -28,15 +27,14 @@ def dead_parameters(model: ModelSpec, length: int) -> int | None:
 
     Returns:
         The number of elements, over all blocks; None if a block has more than `MOST_COUNTED` parameters, and on a
-        machine with a GPU for a module of another author. What the model
-        raises when it runs passes through.
+        machine with a GPU for a module of another author. What the model raises when it runs passes through.
     """
     with torch.device("meta"):
         if any(
             sum(p.numel() for p in build_model(block).blocks.parameters()) > MOST_COUNTED for _, block in model.kinds()
         ):
             return None
-    if any(isinstance(rule, OwnModule) for rule in model.rules()) and torch.cuda.is_available():
+    if model.foreign() and torch.cuda.is_available():
         return None  # a module may run on GPUs alone
     return sum(count * _of_block(block, length) for count, block in model.kinds())
 

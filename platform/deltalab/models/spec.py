@@ -296,6 +296,10 @@ class ModelSpec:
         knobs = {key: value for key, value in self.rule.items() if key != "name"}
         return get_rule(self.rule["name"], **knobs)
 
+    def foreign(self) -> bool:
+        """Returns whether a layer is a module of another author."""
+        return any(isinstance(rule, OwnModule) for rule in self.rules())
+
     def rules(self) -> list[UpdateRule]:
         """Returns the different rules of the layers, first the rule of `make_rule`."""
         rules = [self.make_rule()]

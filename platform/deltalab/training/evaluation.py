@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from typing import TypeAlias
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model
+from deltalab.own_module import OwnModule
 from deltalab.tasks import IGNORE, Batch, Task
 from deltalab.training.beat import Beat, unheard
 from deltalab.training.stack import Stack
@@ -112,6 +114,9 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
     and `kv_cache` those of them that grow with the sequence. `conv_cache` counts what is held beside the memory: see
     `CacheSize`. `dead_parameters` counts the parameters that do nothing, unless the blocks are too large for it.
 
+    A module of another author runs on the model's device. On a GPU its kernels, and those of rules beside it, hide
+    their products from the counter: then `flops_per_token` is not known, and left out.
+
     Args:
         model: The model.
         length: The tokens of the sequence.
@@ -119,8 +124,14 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
     """
     count = dead_parameters(model.spec, length)
     dead: list[Metric] = [] if count is None else [("cost", "dead_parameters", step, float(count))]
-    if not model.embed.weight.is_cuda:
+    device = model.embed.weight.device.type
+    if device == "cpu":
         return [*_counted(model, length, step), *dead]
+    if model.spec.foreign():  # its kernels would read from `meta`, which has no memory
+        with torch.autocast(device, torch.bfloat16), _launched() as kernels:
+            counted = _counted(model, length, step)
+        hidden = kernels or not all(isinstance(rule, OwnModule) for rule in model.spec.rules())
+        return [cost for cost in counted if not (hidden and cost[1] == "flops_per_token")] + dead
     try:
         return [*counted_without_numbers(model, length, step), *dead]
     except Exception:  # a rule may read values, which tensors on `meta` do not have
@@ -134,6 +145,19 @@ def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric
     """
     with torch.device("meta"):
         return _counted(Model(model.spec), length, step)
+
+
+@contextmanager
+def _launched() -> Iterator[list[Any]]:
+    """Collects what Triton says of each kernel that is launched."""
+    from triton.knobs import runtime
+
+    kernels: list[Any] = []
+    runtime.launch_enter_hook.add(kernels.append)
+    try:
+        yield kernels
+    finally:
+        runtime.launch_enter_hook.remove(kernels.append)
 
 
 def _counted(model: Model, length: int, step: int) -> list[Metric]:

@@ -12,7 +12,6 @@ from deltalab.models.block import Block
 from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
-from deltalab.own_module import OwnModule
 
 SAMPLE = 16
 """How many tokens a block is run on at most, unless its state grows with the tokens."""
@@ -91,7 +90,7 @@ class CostCounter:
         )
 
     def _block(self, model: ModelSpec, length: int) -> "_Blocks":
-        if _of_others(model):  # its products may grow with the tokens in any way
+        if model.foreign():  # its products may grow with the tokens in any way
             return self._counted(model, length)
         sample = self._counted(model, None if length > SAMPLE else length)
         return self._counted(model, length) if sample.grows else sample
@@ -124,7 +123,7 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
         model.d_model * max(width, model.mlp_width or 3 * model.d_model), model.heads * (length or 0) ** 2 // 8
     )
     device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
-    if not _of_others(model):
+    if not model.foreign():
         return _count_on(device, model, length)
     try:
         return _count_on(torch.device("cpu"), model, length)
@@ -133,11 +132,6 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
             raise
         with torch.autocast("cuda", torch.bfloat16):  # the module needs a GPU
             return _count_on(torch.device("cuda"), model, length)
-
-
-def _of_others(model: ModelSpec) -> bool:
-    """Whether a block has a module of another author."""
-    return any(isinstance(rule, OwnModule) for rule in model.rules())
 
 
 @torch.no_grad()
