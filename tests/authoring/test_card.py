@@ -71,7 +71,7 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
         return layer.advance(torch.randn(1, tokens, d))[1].numel()
 
     most = held(200)
-    assert most - held(199) == heads * number(found.growth, K=k, V=v)
+    assert most - held(200 - found.every) == heads * number(found.growth, K=k, V=v)
     if found.growth == "0":
         assert most == heads * number(found.state, **sizes)
     if rule.transition is None:
@@ -90,6 +90,7 @@ def test_a_growing_state_is_told_from_a_windows():
     assert card(get_rule("attention", window=8)).state == "7 K + 7 V"
     assert "grows by K + V elements with every token" in card("attention").to_markdown()
     assert "7 K + 7 V elements" in card(get_rule("attention", window=8)).to_markdown()
+    assert "grows by K V + K elements with every 4 tokens" in card(get_rule("memory_caching", segment=4)).to_markdown()
 
 
 def test_a_card_shows_the_settings_of_knobs_and_gates():

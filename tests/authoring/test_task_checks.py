@@ -114,7 +114,10 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "small_pool": (["streams"], "`draw` takes examples from a small number of them"),
     "smoothed_loss": (["loss", "perfect"], "`measure` computes another loss: take `surprisal(batch, logits)`"),
     "squared_loss": (["loss"], "`measure` computes another loss: take `surprisal(batch, logits)`"),
-    "unshifted": (["shift", "near inputs"], "a target is the input token at its own position: targets are not shifted"),
+    "unshifted": (
+        ["shift", "near inputs", "classes", "facts"],
+        "a target is the input token at its own position: targets are not shifted",
+    ),
 }
 IN_ANOTHER_PROCESS = "hashes_text"
 """The planted task that is the same whenever this process draws it."""

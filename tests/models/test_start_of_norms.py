@@ -17,10 +17,14 @@ DAMPED = {
     ("mamba2", 32): 0.22,
     ("mamba", 32): 0.30,
     ("raven", 32): 0.39,
+    ("s5", 32): 0.50,
     ("atlas", 1024): 0.50,
     ("pre_state_sgla", 1024): 0.54,
     ("metala", 1024): 0.60,
+    ("gated_oja", 1024): 0.66,
+    ("memory_caching", 1024): 0.68,
     ("mesa_net", 1024): 0.70,
+    ("mdn", 1024): 0.72,
 }
 """The factors of the rules whose defaults start below `LEAST`, by rule and width, as measured."""
 

@@ -107,7 +107,8 @@ class Card:
         second_state: Whether a second state learns from the error of the first.
         eigenvalues: The declared interval of the transition's eigenvalues; None if the rule declares none.
         state: The number of elements that a head keeps after many tokens.
-        growth: The number of elements that each token adds to the state; "0" for a recurrent rule.
+        growth: The number of elements that the state gains; "0" for a recurrent rule.
+        every: The number of tokens that bring this growth.
         cost: The multiply-adds of the recurrence for one head and token. Maps each part, such as "erase", and "all"
             to a formula. Empty for a rule outside the algebra.
         widths: The widths K' and V' of the state, if they differ from K and V; else empty.
@@ -129,11 +130,17 @@ class Card:
     eigenvalues: tuple[float, float] | None
     state: str
     growth: str
+    every: int
     cost: dict[str, str]
     widths: str
     parameters: str
     kernels: str
     published: dict[str, str]
+
+    @property
+    def tokens(self) -> str:
+        """Says how many tokens bring the growth of the state."""
+        return "token" if self.every == 1 else f"{self.every} tokens"
 
     def to_json(self) -> str:
         """Returns the card as JSON."""
@@ -190,9 +197,8 @@ class Card:
             facts["second state"] = "learns from the error of the first, with the same transition"
         if self.eigenvalues is not None:
             facts["eigenvalues"] = f"[{self.eigenvalues[0]:g}, {self.eigenvalues[1]:g}]"
-        facts["state of a head"] = (
-            f"{self.state} elements" if self.growth == "0" else f"grows by {self.growth} elements with every token"
-        )
+        grows = f"grows by {self.growth} elements with every {self.tokens}"
+        facts["state of a head"] = f"{self.state} elements" if self.growth == "0" else grows
         if self.cost:
             parts = ", ".join(f"{part} {count}" for part, count in self.cost.items() if part != "all")
             facts["multiply-adds per head and token"] = f"{self.cost['all']} ({parts})"
@@ -246,7 +252,8 @@ def card(rule: str | UpdateRule) -> Card:
         second_state=rule.second_state,
         eigenvalues=_eigenvalues(rule),
         state=_elements(rule, elements),
-        growth=_formula(lambda k, v: elements(k, v)[1] - elements(k, v)[0], "K", "V"),
+        growth=_formula(lambda k, v: elements(k, v)[1], "K", "V"),
+        every=elements(8, 8)[2],
         cost={} if rule.transition is None else _cost(rule, rule.transition),
         widths="" if rule.transition is None else _widths(rule),
         parameters=_sum(_total(_parameters(gate, rule.steps) for gate in rule.gates.values() if not gate.of)),
@@ -268,7 +275,7 @@ def catalogue(package: str) -> str:
         "| --- " * 4 + "|",
         *(
             f"| [{page.name}](#{page.name}) | "
-            f"{page.state if page.growth == '0' else f'{page.growth} per token'} | "
+            f"{page.state if page.growth == '0' else f'{page.growth} per {page.tokens}'} | "
             f"{page.cost.get('all', 'its own')} | {page.parameters} |"
             for page in cards
         ),
@@ -348,7 +355,7 @@ def _names(rule: UpdateRule) -> tuple[str, str]:
     return "K" + "'" * (rule.key_width(WIDE) != WIDE), "V" + "'" * (rule.value_width(WIDE) != WIDE)
 
 
-def _elements(rule: UpdateRule, elements: Callable[[int, int], tuple[int, int]]) -> str:
+def _elements(rule: UpdateRule, elements: Callable[[int, int], tuple[int, int, int]]) -> str:
     """Returns a formula for the number of elements that a head keeps: those of its states and those of its carry."""
     if rule.transition is None:
         return _formula(lambda k, v: elements(k, v)[0], "K", "V")
@@ -364,8 +371,10 @@ def _widths(rule: UpdateRule) -> str:
     return text and f"{text} where K = V = {WIDE}"
 
 
-def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Returns how many elements a head keeps in a layer's cache, twice: after `LONG` tokens, and after one more.
+def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int, int]:
+    """Returns how many elements a head keeps in a layer's cache after `LONG` tokens, how many it gains, and by when.
+
+    The gain is that of the first later token that brings one, 0 if `LONG` more tokens bring none.
 
     A rule that takes K = V alone is measured with V for both, so that its formulas have no K.
     """
@@ -374,12 +383,16 @@ def _state(rule: UpdateRule, key_dim: int, value_dim: int) -> tuple[int, int]:
     try:
         with torch.no_grad():
             _, before = layer.advance(torch.ones(1, LONG, 8))
-            _, after = layer.advance(torch.ones(1, 1, 8), before)
+            _, last = layer.advance(torch.ones(1, LONG, 8), before)
+            after, tokens = before, 0
+            while after.numel() == before.numel() != last.numel():
+                _, after = layer.advance(torch.ones(1, 1, 8), after)
+                tokens += 1
     except InputError:
         if key_dim == value_dim:
             raise
         return _state(rule, value_dim, value_dim)
-    return before.numel(), after.numel()
+    return before.numel(), after.numel() - before.numel(), max(tokens, 1)
 
 
 def _parameters(gate: Gate, steps: int) -> dict[str, int]:
