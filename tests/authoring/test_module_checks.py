@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import deltalab
 from deltalab import InputError, registry
+from deltalab.authoring import module_checks
 from deltalab.authoring.card import card
 from deltalab.authoring.module_checks import check_module
 from deltalab.cli.app import app
@@ -73,6 +74,15 @@ def test_a_broken_module_fails_the_check_of_what_it_breaks(name: str, module: Ca
     failed = [result for result in check_module(module(name, **kwargs)) if not result.passed]
     assert failed[0].name == BROKEN[name]
     assert f"own.py:{name}" in failed[0].message
+
+
+def test_a_module_for_bf16_alone_is_not_held_to_fp32(
+    module: Callable[..., OwnModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_checks, "_runs_in_fp32", lambda *_: False)
+    [found] = [result for result in check_module(module("Taps")) if result.name == "precisions"]
+    assert (found.passed, found.figure) == (True, None)
+    assert found.message == "own.py:Taps: nothing measured: the module does not run in fp32"
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

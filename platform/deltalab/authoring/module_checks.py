@@ -192,7 +192,7 @@ def gradients(subject: Subject) -> Iterator[Measurement | Note]:
             for value, way in zip(given, ways, strict=True):
                 value.sub_(sign * precision.step * way)
     difference = (ends[0] - ends[1]) / (2 * precision.step)
-    error = abs(slope - difference) / max(abs(difference), abs(slope), float(y.norm()))
+    error = abs(slope - difference) / max(abs(difference), abs(slope), float(y.detach().norm()))
     yield Measurement(
         error / precision.limit, "the error of the gradient along a direction, as a share of what is allowed,", "", 1.0
     )
@@ -426,5 +426,7 @@ def _run(subject: Subject, check: Check[Subject]) -> CheckResult:
         return CheckResult(check.name, False, None, str(error))
     except Exception as error:
         return check.raised(error, where)
+    if not measured:
+        return CheckResult(check.name, True, None, f"{where}: nothing measured: {'; '.join(notes)}")
     worst = min(measured, key=lambda measurement: check.slack(measurement.figure, measurement.limit))
     return check.judge(worst, where, "".join(f"; {note}" for note in notes))
