@@ -247,7 +247,7 @@ def twin_options(rule: UpdateRule) -> Iterator[Measurement]:
         names = [n for n in rule.options() if getattr(setting, n) != getattr(rule, n)]
         per = {n: (gate.per, gate.slots) for n, gate in learned(rule).items()}
         same_inputs = all(per.get(n) == (gate.per, gate.slots) for n, gate in learned(setting).items())
-        if len(names) > 1 or not same_inputs or setting.steps != rule.steps:
+        if len(names) != 1 or not same_inputs or setting.steps != rule.steps:
             continue
         [name] = names
         gates = {n: value for n, value in x.gates.items() if n in learned(setting)}
