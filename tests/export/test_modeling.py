@@ -20,6 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "recurrent": {"rule": "comba"},
     "hybrid": {"rule": "gated_deltanet", "attention": [1], "rope": True},
     "token shift": {"rule": "rwkv7", "token_shift": True},
+    "attention over depth": {"rule": "gla", "attention_residuals": 2},
 }
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltalab.models.depth import DepthNorm, Outputs
 from deltalab.models.layer import CacheSize, LayerCache, RuleLayer, shifted
 from deltalab.models.module_layer import ModuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
@@ -63,6 +64,13 @@ def _swiglu(x: Tensor) -> Tensor:
         return kernel(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def make_norm(spec: ModelSpec) -> ResidualNorm | DepthNorm:
+    """Makes what a mixer, an MLP or the logits read through: the norm of all outputs before them."""
+    if spec.attention_residuals:
+        return DepthNorm(spec.d_model, spec.attention_residuals, spec.norm_eps)
+    return ResidualNorm(spec.d_model, spec.norm_eps)
 
 
 def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
@@ -179,7 +187,7 @@ class Block(nn.Module):
     Canon layers A, C and D stand before the mixer, before the MLP, and before the activation of the MLP.
 
     The block leaves its last sum to the norm that follows the block. So it takes and returns two summands, x and
-    branch. A branch of None is zero.
+    branch. A branch of None is zero. With attention over depth, x is all outputs before branch.
 
     Args:
         spec: The specification of the layer, `ModelSpec.at`.
@@ -190,14 +198,14 @@ class Block(nn.Module):
         super().__init__()
         # The branches of all layers add up. This factor makes the variance of their sum independent of depth.
         shrink = (2 * depth) ** -0.5
-        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
+        self.norm = make_norm(spec)
         self.mixer = make_mixer(spec, depth)
         self.beside: Beside | None = None
         if (second := spec.second()) is not None:
             self.beside = Beside(make_mixer(second, depth), spec.d_model, spec.norm_eps, shrink)
         self.mlp: SwiGLU | None = None
         if spec.mlp and spec.block == "transformer":
-            self.mlp_norm = ResidualNorm(spec.d_model, spec.norm_eps)
+            self.mlp_norm = make_norm(spec)
             width = spec.mlp_width or 8 * spec.d_model / 3
             self.mlp = SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
         widths = {"A": spec.d_model, "C": spec.d_model, "D": 0 if self.mlp is None else 2 * self.mlp.hidden}
@@ -211,15 +219,15 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Outputs,
         branch: Tensor | None,
         cache: LayerCache | None = None,
         cu_seqlens: "Tensor | Sequences | None" = None,
-    ) -> tuple[Tensor, Tensor, LayerCache]:
+    ) -> tuple[Tensor | Outputs, Tensor, LayerCache]:
         """Computes the two summands [B, T, d] of the block's output, and the new cache.
 
         Args:
-            x: The first summand of the input, [B, T, d].
+            x: The first summand of the input, [B, T, d], or the outputs before branch.
             branch: The second summand, [B, T, d]; None for zero.
             cache: As in `RuleLayer.advance`.
             cu_seqlens: As in `RuleLayer.advance`.
@@ -250,9 +258,12 @@ class Block(nn.Module):
         return CacheSize.summed(sizes)
 
     def _with_canon(
-        self, x: Tensor, branch: Tensor | None, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None"
-    ) -> tuple[Tensor, Tensor, LayerCache]:
-        packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
+        self,
+        x: Tensor | Outputs,
+        branch: Tensor | None,
+        cache: LayerCache | None,
+        cu_seqlens: "Tensor | Sequences | None",
+    ) -> tuple[Tensor | Outputs, Tensor, LayerCache]:
         pasts = {} if cache is None else dict(zip(self.canon, cache.canon, strict=True))
         tails: dict[str, Tensor] = {}
 
@@ -263,6 +274,7 @@ class Block(nn.Module):
             return x
 
         x, normed = self.norm(x, branch)
+        packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, normed)
         branch, cache = self._mixed(canon("A", normed), cache, packed)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)

@@ -1,5 +1,7 @@
 """Counts the parameters of a model that do nothing, such as the projection of a vector whose strength is zero."""
 
+from dataclasses import replace
+
 import torch
 
 from deltalab.models.model import build_model
@@ -47,13 +49,14 @@ def _of_block(block: ModelSpec, length: int) -> int:
 @torch.enable_grad()
 def _counted(block: ModelSpec, length: int) -> int:
     if (key := (repr(block), length)) not in _known:
-        network = build_model(block)
+        # With attention over depth, the first mixer reads the embedding alone, and weighs nothing.
+        network = build_model(replace(block, layers=2 if block.attention_residuals else 1))
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.add_(NOISE * torch.randn(parameter.shape, generator=draw))
         hidden, _ = network.transform(torch.randn(ROWS, length, block.d_model, generator=draw))
         (hidden * torch.randn(hidden.shape, generator=draw)).sum().backward()
-        gradients = [(parameter, parameter.grad) for parameter in network.blocks[0].parameters()]
+        gradients = [(parameter, parameter.grad) for parameter in network.blocks[-1].parameters()]
         _known[key] = sum(p.numel() if grad is None else int((grad == 0).sum()) for p, grad in gradients)
     return _known[key]

@@ -1,6 +1,7 @@
 """Language models made of rule layers."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -9,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError
-from deltalab.models.block import Block
+from deltalab.models.block import Block, make_norm
+from deltalab.models.depth import Outputs
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear, widening
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import linear_cross_entropy
-from deltalab.ops.norm import ResidualNorm, RMSNorm
+from deltalab.ops.norm import RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 
 
@@ -78,7 +80,7 @@ class Model(Started):
         self.spec = spec
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
-        self.norm = ResidualNorm(spec.d_model, spec.norm_eps)
+        self.norm = make_norm(spec)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None
         if not spec.tie_embeddings:
@@ -203,6 +205,7 @@ class Model(Started):
             checkpoint: Calls its first argument, a block, with the other arguments, and may compute the block again in
                 backward, as `torch.utils.checkpoint.checkpoint` does.
         """
+        before: Tensor | Outputs = x
         branch: Tensor | None = None
         caches: list[LayerCache] = []
         plain = cache is None and cu_seqlens is None and checkpoint is None
@@ -211,18 +214,21 @@ class Model(Started):
             return self.norm(places(x, at), places(branch, at))[1], caches
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
         for i, block in enumerate(self.blocks):
-            arguments = (x, branch, None if cache is None else cache[i], packed)
-            x, branch, next_cache = block(*arguments) if checkpoint is None else checkpoint(block, *arguments)
+            arguments = (before, branch, None if cache is None else cache[i], packed)
+            before, branch, next_cache = block(*arguments) if checkpoint is None else checkpoint(block, *arguments)
             caches.append(next_cache)
-        return self.norm(places(x, at), None if branch is None else places(branch, at))[1], caches
+        placed = partial(places, at=at)
+        last = before.at(placed) if isinstance(before, Outputs) else placed(before)
+        return self.norm(last, None if branch is None else placed(branch))[1], caches
 
     def graph_blocks(self) -> None:
         """Trains with `BlockGraphs`, on one GPU. Graphs help if batches are too small for the host to keep up.
 
         There are no graphs for batches of another shape than the first, for packed rows, with activation checkpointing,
-        and for a forward pass that comes before the backward pass of the last forward pass.
+        with attention over depth, and for a forward pass that comes before the backward pass of the last forward pass.
         """
-        self.graphs = BlockGraphs(self.blocks)
+        if not self.spec.attention_residuals:
+            self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the logits of hidden states."""

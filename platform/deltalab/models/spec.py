@@ -132,6 +132,9 @@ class ModelSpec:
         mlp_width: The hidden width of the SwiGLU; None for 8/3 d_model, rounded up to a multiple of 8.
         canon: Where each block has canon layers, x_t + sum_i w_i x_{t-i} over four tokens: A before the mixer, C before
             the MLP, D before the MLP's activation. B, on q, k and v, is what `conv` is for.
+        attention_residuals: What each mixer and MLP reads. 0 is the sum of the embedding and of all outputs before. A
+            number n is an attention over depth: a mean of the embedding, of the sum of each n outputs before, and of
+            the sum of those since, with softmax weights that each reader learns. 1 weighs each output (Kimi 2026).
         norm_eps: The number that all norms add to a mean square.
         init_std: The standard deviation at which all matrices inside of the blocks start, over sqrt(2 x blocks) for the
             last matrix of a mixer and of an MLP (GPT-2, 0.02). None is inputs ** -0.5, with the same factor.
@@ -180,6 +183,7 @@ class ModelSpec:
     mlp: bool = True
     mlp_width: int | None = field(default=None, metadata=LATER)
     canon: tuple[Literal["A", "C", "D"], ...] = field(default=(), metadata=LATER)
+    attention_residuals: int = field(default=0, metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
     init_std: float | None = field(default=None, metadata=LATER)
     base_width: int | None = field(default=None, metadata=LATER)
@@ -193,7 +197,7 @@ class ModelSpec:
         self._without_idle()
         for name in ("vocab_size", "d_model", "heads", "chunk_size"):
             _whole(name, getattr(self, name), least=1)
-        for name in ("conv", "window"):
+        for name in ("conv", "window", "attention_residuals"):
             _whole(name, getattr(self, name), least=0)
         if self.key_dim is not None:
             _whole("key_dim", self.key_dim, least=1)

@@ -187,7 +187,14 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
     """The options that all models of FLA share, including the one that says which layers are attention."""
     has_mlp = form.block == "transformer"
     needs(
-        spec, form.model_type, readout=("position",), block=(form.block,), mlp=(has_mlp,), canon=((),), beside=(None,)
+        spec,
+        form.model_type,
+        readout=("position",),
+        block=(form.block,),
+        mlp=(has_mlp,),
+        canon=((),),
+        beside=(None,),
+        attention_residuals=(0,),
     )
     attn: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):

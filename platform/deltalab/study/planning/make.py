@@ -177,6 +177,7 @@ _MODEL_PARTS: dict[str, object] = {
     "token_shift": False,
     "canon": (),
     "beside": None,
+    "attention_residuals": 0,
 }
 """Parts of the model that an arm can take away, with the value that takes each away."""
 
