@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {"rule": "gated_deltanet", "attention": [1], "rope": True},
     "token shift": {"rule": "rwkv7", "token_shift": True},
     "attention over depth": {"rule": "gla", "attention_residuals": 2},
+    "capped logits": {"rule": "gla", "logit_cap": 2.0},
 }
 
 
@@ -208,6 +209,17 @@ def test_the_loss_of_training_needs_no_logits(model: DeltaLabForCausalLM) -> Non
     finally:
         del model._loss_function
         model.eval()
+
+
+def test_training_alone_has_the_z_loss() -> None:
+    model, ids = made(rule="gla"), tokens(2, 9)
+    plain = model(input_ids=ids, labels=ids).loss
+    model.z_loss = 0.1
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, plain)
+    logits = model(input_ids=ids).logits[:, :-1]
+    torch.testing.assert_close(
+        model.train()(input_ids=ids, labels=ids).loss, plain + 0.1 * logits.logsumexp(-1).square().mean()
+    )
 
 
 def test_parameters_that_a_checkpoint_lacks_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,11 @@ class StateCache(Cache):
 
 
 class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
-    """A deltalab `Model` with the interface of `transformers`: losses, `generate()`, saving and loading."""
+    """A deltalab `Model` with the interface of `transformers`: losses, `generate()`, saving and loading.
+
+    Attributes:
+        z_loss: The weight of the squared logarithm of softmax's denominator in the loss of training.
+    """
 
     config_class = DeltaLabConfig
     base_model_prefix = "model"
@@ -117,6 +121,7 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = Model(config.spec())
         self.gradient_checkpointing = False
+        self.z_loss = 0.0
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -269,7 +274,8 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
             targets = _targets(labels if packing is None else packing.pack(labels), bounds)
             default_loss = self.loss_function is ForCausalLMLoss
             if (self.training and default_loss) if skip_logits is None else skip_logits:
-                logits, loss = None, self.model.cross_entropy(hidden, targets, count=num_items_in_batch)
+                z = self.z_loss if self.training else 0.0
+                logits, loss = None, self.model.cross_entropy(hidden, targets, count=num_items_in_batch, z=z)
             else:
                 logits = self.model.logits(hidden)
                 loss = self.loss_function(

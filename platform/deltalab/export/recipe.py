@@ -43,6 +43,7 @@ def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[s
             "final": train.final,
         },
         "clip": train.clip,
+        **({"z_loss": train.z_loss} if train.z_loss else {}),
         "batch": {"sequences": train.batch_size, "length": length},
         "steps": train.steps,
         "precision": "fp32" if train.precision == "fp32" else "bf16",

@@ -17,7 +17,7 @@ from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import Normal, Started, initialize, linear, widening
 from deltalab.ops.backends import automatic
-from deltalab.ops.loss import linear_cross_entropy
+from deltalab.ops.loss import capped, linear_cross_entropy
 from deltalab.ops.norm import RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 
@@ -107,7 +107,7 @@ class Model(Started):
             InputError: As for `features`.
         """
         features = self.features(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
-        return F.linear(features if where is None else features[where], self.head)
+        return capped(F.linear(features if where is None else features[where], self.head), self.spec.logit_cap)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Tensor | None) -> Tensor:
         """Computes the mean cross-entropy of the logits with targets, in at least fp32.
@@ -123,7 +123,7 @@ class Model(Started):
         Raises:
             InputError: As for `features`, or targets have another shape than tokens.
         """
-        return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore)
+        return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore, cap=self.spec.logit_cap)
 
     def features(
         self,
@@ -232,13 +232,14 @@ class Model(Started):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the logits of hidden states."""
-        return self._by_head(lambda head: F.linear(self._scaled(hidden), head))
+        return capped(self._by_head(lambda head: F.linear(self._scaled(hidden), head)), self.spec.logit_cap)
 
     def cross_entropy(
-        self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+        self, hidden: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None, z: float = 0.0
     ) -> Tensor:
         """Computes `linear_cross_entropy` of the logits of hidden states [B, T, d] with targets [B, T]."""
-        return self._by_head(lambda head: head_loss(self._scaled(hidden), head, targets, ignore=ignore, count=count))
+        how = {"ignore": ignore, "count": count, "cap": self.spec.logit_cap, "z": z}
+        return self._by_head(lambda head: head_loss(self._scaled(hidden), head, targets, **how))
 
     def _by_head(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the value of a function that is called with the output matrix.
@@ -272,17 +273,14 @@ def _check_tokens(tokens: Tensor) -> None:
         raise InputError(f"tokens must be a non-empty tensor [B, T] of whole numbers, not {description}")
 
 
-def head_loss(
-    features: Tensor, head: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
-) -> Tensor:
+def head_loss(features: Tensor, head: Tensor, targets: Tensor, **how: Any) -> Tensor:
     """Computes `linear_cross_entropy`, in the dtype that autocast gives products.
 
     Args:
         features: As `Model.features` returns them, [B, T, d].
         head: The output matrix, [vocab, d].
         targets: The token to predict at each position, [B, T].
-        ignore: The target of positions that do not count.
-        count: As in `linear_cross_entropy`.
+        **how: `ignore`, `count`, `cap` and `z`, as in `linear_cross_entropy`.
 
     Raises:
         InputError: Targets have another shape than features.
@@ -292,7 +290,7 @@ def head_loss(
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
     x = features.flatten(0, 1).to(dtype)
-    return linear_cross_entropy(x, head.to(dtype), targets.flatten(), ignore=ignore, count=count)
+    return linear_cross_entropy(x, head.to(dtype), targets.flatten(), **how)
 
 
 def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:

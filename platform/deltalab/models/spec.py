@@ -147,6 +147,7 @@ class ModelSpec:
         tie_embeddings: Whether input and output embeddings are one matrix. The logits of a tied model have the factor
             d_model ** -0.5, or 8 / d_model above width 64, so that the logit of the token that was just read starts
             below 8.
+        logit_cap: The bound c of the logits c tanh(l / c) (Gemma 2 has 30); None for none.
         readout: `position` reads a position's logits from its own hidden state. `last` reads them by an MLP from the
             position and the last hidden state of the sequence.
         chunk_size: The tokens of a chunk in the parallel form.
@@ -190,6 +191,7 @@ class ModelSpec:
     attention: tuple[int, ...] | Literal["second_to_last_of_every_eight"] = field(default=())
     window: int = 0
     tie_embeddings: bool = True
+    logit_cap: float | None = field(default=None, metadata=LATER)
     readout: Literal["position", "last"] = "position"
     chunk_size: int = 64
 
@@ -450,7 +452,7 @@ class ModelSpec:
     def _check_numbers(self) -> None:
         if self.features not in (None, *FEATURES):
             raise unknown("features", self.features, FEATURES, where="model.features")
-        for name in ("scale", "init_std", "norm_eps"):
+        for name in ("scale", "init_std", "logit_cap", "norm_eps"):
             value = getattr(self, name)
             if value is None and name != "norm_eps":
                 continue

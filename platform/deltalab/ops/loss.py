@@ -37,10 +37,24 @@ def labelled(targets: Tensor, most: int, *, ignore: int) -> tuple[Tensor, Tensor
     return places[..., :most], wanted[..., :most]
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Computes cap tanh(logits / cap), which is below `cap`; the logits themselves if `cap` is None (Gemma 2)."""
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = -100, count: Tensor | int | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore: int = -100,
+    count: Tensor | int | None = None,
+    cap: float | None = None,
+    z: float = 0.0,
 ) -> Tensor:
-    """Computes the mean of -log softmax(W x_i)[y_i] over all i with y_i != `ignore`, in at least fp32.
+    """Computes the mean of -log softmax(l_i)[y_i] + z (log sum exp l_i)^2 over all i with y_i != `ignore`.
+
+    The logits l_i are `capped` W x_i. The sums are in at least fp32.
 
     If x, weight and targets have one more leading dimension n, computes the mean of each of n models, [n]. The gradient
     of the logits is computed in fp32, and rounded to the dtype of x before it is multiplied.
@@ -52,9 +66,12 @@ def linear_cross_entropy(
         ignore: The target of positions that are left out of the mean.
         count: The number that divides the sum, for a batch that is a part of a larger batch. By default the number of
             targets other than `ignore`; the result is NaN if all targets are `ignore`.
+        cap: The bound of the logits; None for none. With it, and with z, a GPU computes without a kernel of ours.
+        z: The weight of the square of the logarithm of softmax's denominator (PaLM's z-loss has 1e-4).
     """
     if x.dim() == 2:
-        return linear_cross_entropy(x[None], weight[None], targets[None], ignore=ignore, count=count).sum()
+        rows = x[None], weight[None], targets[None]
+        return linear_cross_entropy(*rows, ignore=ignore, count=count, cap=cap, z=z).sum()
     if count is None:
         number = (targets != ignore).sum(1)
     elif isinstance(count, Tensor):
@@ -62,7 +79,8 @@ def linear_cross_entropy(
     else:
         number = torch.full((len(x),), count, device=x.device)
     differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, number, ignore, differentiate)  # type: ignore[no-untyped-call]
+    how = (ignore, cap, z, differentiate)
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, number, *how)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -71,10 +89,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: Tensor, ignore: int, differentiate: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        count: Tensor,
+        ignore: int,
+        cap: float | None,
+        z: float,
+        differentiate: bool,
     ) -> Tensor:
         models, positions, _ = x.shape
-        kernel = automatic(x.device.type).cross_entropy
+        kernel = None if cap or z else automatic(x.device.type).cross_entropy
         # Chunks hold whole models where they can, so that a model's sums do not depend on how many train together.
         most = max(1, MOST_LOGITS[x.device.type] // weight.shape[1])
         together, size = max(1, most // positions), min(most, positions)
@@ -90,11 +116,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     total[models_at] += kernel(logits, targets[block], count[models_at], ignore=ignore).sum(1)
                     d_logits = logits
                 else:
-                    loss, d_logits = _cross_entropy(
-                        logits.to(total.dtype), targets[block], counted[block], count[models_at]
-                    )
+                    logits = capped(logits.to(total.dtype), cap)
+                    slope = None if cap is None else 1 - (logits / cap).square()
+                    loss, d_logits = _cross_entropy(logits, targets[block], counted[block], count[models_at], z)
                     total[models_at] += loss
-                    d_logits = d_logits.to(x.dtype)
+                    d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(x.dtype)
                 if not differentiate:
                     continue
                 d_x[block] = d_logits @ weight[models_at]
@@ -109,14 +135,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         d_x, d_weight = ctx.saved_tensors
         # One pass for each, which multiplies in the precision of d_loss.
         d_x, d_weight = (torch.mul(d, d_loss[:, None, None], out=torch.empty_like(d)) for d in (d_x, d_weight))
-        return d_x, d_weight, None, None, None, None
+        return d_x, d_weight, *([None] * 6)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor, count: Tensor, z: float) -> tuple[Tensor, Tensor]:
     """Each model's loss summed over the positions that count, [n], and the gradient of its mean [n, M, V].
 
     The gradient takes the place of the logits.
@@ -126,6 +152,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor, count: Tens
     # This takes one exponential of each logit; log_softmax and its exponential would take two.
     weights = logits.sub_(top).exp_()
     mass = weights.sum(-1, keepdim=True)
-    loss = torch.where(counted, (mass.log() + top - right)[..., 0], 0).sum(1)
+    denominator = mass.log() + top
+    each = denominator - right
     share = (counted.to(mass.dtype) / count[:, None])[..., None]
-    return loss, weights.mul_(share / mass).scatter_add_(-1, wanted, -share)
+    scale = share / mass
+    if z:
+        each, scale = each + z * denominator.square(), scale * (1 + 2 * z * denominator)
+    loss = torch.where(counted, each[..., 0], 0).sum(1)
+    return loss, weights.mul_(scale).scatter_add_(-1, wanted, -share)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model
+from deltalab.ops.loss import capped
 from deltalab.own_module import OwnModule
 from deltalab.tasks import IGNORE, Batch, Task
 from deltalab.training.beat import Beat, unheard
@@ -87,7 +88,7 @@ class Evaluation:
         heads = stack.layout.unpack(stack.state.weights)[stack.layout.head]
         for feature, head, size in zip(features, heads, sizes, strict=True):
             with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
-                logits = F.linear(feature.flatten(0, 1)[scored], head)
+                logits = capped(F.linear(feature.flatten(0, 1)[scored], head), stack.model.spec.logit_cap)
             yield {**task.measure(batch, logits.float()), "output_rms": (size, torch.ones_like(size))}
 
 

@@ -11,6 +11,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
     "schedule": {"kind": "cosine", "warmup_steps": 0, "final": 0.0},
     "clip": 1.0,
+    "z_loss": 0.0,
     "batch": {"sequences": 128, "length": 2048, "micro": None, "documents": "cross"},
     "steps": 1000,
     "precision": "bf16",
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
 """The keys of a recipe that a training reads, each with its default.
 
 - `clip`: the largest norm of the gradient; 0 means no limit.
+- `z_loss`: the weight of the squared logarithm of softmax's denominator in the loss that is trained on.
 - `batch`: `sequences` counts those of all processes together, and `micro` those of one process in one pass. With
   documents `cross`, the state runs on from one document of a row to the next; `reset` empties the state in between.
 - `schedule`: a linear warm-up, then a decay of kind `cosine`, `linear`, `constant` or `wsd` (constant, and linear over

@@ -45,6 +45,7 @@ class TrainSpec:
         schedule: How the learning rate falls after the warm-up: cosine, linear, constant, or wsd (warm-up, stable,
             decay: constant, and linear over the last tenth of the steps).
         final: The share of lr at which the decay ends; without effect on `constant`.
+        z_loss: The weight of the squared logarithm of softmax's denominator, added to each loss that is trained on.
         evaluations: The number of measurements on the validation split, evenly spaced, the last one at the end.
         eval_batches: The batches of `batch_size` sequences in the fixed validation split, and again in the test split.
         precision: `fp32`, or `bf16` for autocast over fp32 weights. `auto` is bf16 on a GPU and fp32 on a CPU.
@@ -66,6 +67,7 @@ class TrainSpec:
     betas: tuple[float, float] = (0.9, 0.95)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=LATER)
     final: float = field(default=0.0, metadata=LATER)
+    z_loss: float = field(default=0.0, metadata=LATER)
     evaluations: int = 10
     eval_batches: int = 4
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -84,6 +86,7 @@ class TrainSpec:
             ("warmup", 1),
             ("clip", MOST_RATE),
             ("final", 1),
+            ("z_loss", 1),
         ):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= high:

@@ -52,6 +52,7 @@ class Stack:
         runs: The settings of AdamW for each run.
         muon: Whether the matrices of the blocks are trained by Muon.
         bf16: Whether products are in bf16.
+        z_loss: As in `TrainSpec`.
         pool: The memory pool of CUDA graphs.
         beat: Called before each step; see `training.beat`.
 
@@ -70,11 +71,12 @@ class Stack:
         *,
         bf16: bool,
         muon: bool = False,
+        z_loss: float = 0.0,
         pool: Any = None,
         beat: Beat = unheard,
     ) -> None:
         self.model, self.layout, self.batches, self.state = model, layout, batches, state
-        self.bf16, self.pool, self.beat = bf16, pool, beat
+        self.bf16, self.pool, self.beat, self.z_loss = bf16, pool, beat, z_loss
         self.device = state.weights.device
         self.optimizer = AdamW(runs, layout, self.device, BLOCK, muon=muon)
         self.overfull = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -165,7 +167,8 @@ class Stack:
             features = places(self._features(parameters, inputs), at)
         head = parameters[self.layout.head]
         dtype = torch.bfloat16 if self.bf16 else features.dtype
-        return linear_cross_entropy(features.flatten(1, 2).to(dtype), head.to(dtype), targets.flatten(1), ignore=IGNORE)
+        x, cap = features.flatten(1, 2).to(dtype), self.model.spec.logit_cap
+        return linear_cross_entropy(x, head.to(dtype), targets.flatten(1), ignore=IGNORE, cap=cap, z=self.z_loss)
 
     def _features(self, parameters: dict[str, Tensor], inputs: Tensor, at: Tensor | None = None) -> Tensor:
         """Computes features [n, B, T, d] for inputs [n, B, T], or [n, B, m, d] at the places `at` [n, B, m]."""

@@ -181,6 +181,7 @@ class LockStep:
             ],
             bf16=self.bf16,
             muon=self.spec.optimizer == "muon",
+            z_loss=self.spec.z_loss,
             pool=self._graphs,
             beat=self.beat,
         )

@@ -68,10 +68,15 @@ class Pretraining(nn.Module):
         self.model = Model(folder.spec())
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Computes the sum of -log p over the targets [B, T] that are not `IGNORE`, given the tokens [B, T]."""
+        """Computes the sum of -log p over the targets [B, T] that are not `IGNORE`, given the tokens [B, T].
+
+        In training, each has the recipe's z-loss.
+        """
         with torch.autocast(tokens.device.type, self.products, enabled=self.products is not None):
             features = self.model.features(tokens, cu_seqlens=cu_seqlens)
-            return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1)
+            z = RECIPE["z_loss"] if self.training else 0.0
+            cap = self.model.spec.logit_cap
+            return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1, cap=cap, z=z)
 
     def init_weights(self, buffer_device: torch.device | None = None, **_: Any) -> None:
         """Initializes each parameter as deltalab does, from the recipe's seed and the name of the parameter."""

@@ -189,6 +189,7 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
         model.model.load_state_dict(build_model(folder.spec(), seed=recipe["seed"]).state_dict())
+    model.z_loss = recipe["z_loss"]
     if world == 1 and recipe["graphs"] and not recipe["activation_checkpointing"] and not recipe["compile"]:
         model.model.graph_blocks()
     validation = FirstRows(data.split("validation"), length, recipe["validation"]["sequences"])

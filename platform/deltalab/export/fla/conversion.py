@@ -195,6 +195,7 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
         canon=((),),
         beside=(None,),
         attention_residuals=(0,),
+        logit_cap=(None,),
     )
     attn: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):
