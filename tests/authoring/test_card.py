@@ -53,7 +53,7 @@ def test_sizes_and_costs_are_those_of_the_tensors(rule):
     d, heads, k, v = 10, 3, 5, 8
     try:
         RuleLayer(rule, d, heads, key_dim=k, value_dim=v).advance(torch.randn(1, 1, d))
-    except InputError:  # the rule takes K = V alone
+    except InputError:  # the rule takes K = V or an even K alone
         k = v
     pairs = v // 2
     sizes = {"K": k, "V": v, "K'": rule.key_width(k), "V'": rule.value_width(v)}

@@ -126,6 +126,7 @@ def test_only_rules_that_keep_their_past_remember_more_the_longer_they_read() ->
     sizes = {name: [sum(built(**given).cache_size(n)) for n in (8, 16)] for name, given in MODELS.items()}
     assert {name for name, (short, long) in sizes.items() if short != long} == {
         "attention",
+        "differential_attention",
         "forgetting_attention",
         "path_attention",
         "hyena",

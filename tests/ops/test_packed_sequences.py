@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("attention", {"conv": 0, "rope": 100.0, "heads": 4, "kv_heads": 2}),
     "attention with a window": ("attention", {"knobs": {"window": 3}}),
     "attention that forgets": ("forgetting_attention", {}),
+    "attention that subtracts, with a window": ("differential_attention", {"knobs": {"window": 3}}),
     "a carry": ("preconditioned_gated_deltanet", {}),
     "mini-batches": ("ttt_linear", {"knobs": {"mini_batch": 4}}),
     "a count of tokens": ("log_linear_attention", {}),

@@ -80,6 +80,7 @@ KNOWN = {**POINTS, **FOUND, "mamba2": {**POINTS["mamba2"], "qk": "silu"}}
 
 
 LATER = {
+    "differential_attention": OUTSIDE["attention"],
     **dict.fromkeys(("h3", "hgrn", "lru", "min_gru", "rg_lru", "rwkv4", "s4d", "s5"), "an element-wise recurrence"),
     "slstm": "its state enters a nonlinearity",
     "hyena": "a long convolution",

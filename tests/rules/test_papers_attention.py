@@ -11,9 +11,10 @@ from torch import Tensor
 import deltalab
 from deltalab.authoring.inputs import Inputs, draw
 from deltalab.errors import InputError
+from deltalab.ops.rotary import angles, rotate
 from deltalab.rule import UpdateRule
 
-B, T, H, K, V = 2, 11, 3, 5, 4
+B, T, H, K, V = 2, 11, 3, 6, 4
 Query = Callable[[list[SimpleNamespace], int], Tensor]
 
 
@@ -23,8 +24,7 @@ def inputs(rule: UpdateRule) -> Inputs:
 
 def by_paper(query: Query, rule: UpdateRule, x: Inputs) -> Tensor:
     """o [B, T, H, V], each head of each sequence by itself. A constant g is no decay."""
-    gates = {"g": torch.zeros(H, dtype=torch.float64)} if rule.gates["g"].constant else {}
-    gates |= x.gates
+    gates = {"g": torch.zeros(H, dtype=torch.float64), **x.gates}
     o = torch.empty_like(x.v)
     for b in range(B):
         for h in range(H):
@@ -70,10 +70,29 @@ def path(tokens: list[SimpleNamespace], i: int) -> Tensor:
     return softmax_of(logits, tokens)
 
 
+def differential(init: float = 0.8, norm: bool = True, window: int = T) -> Query:
+    """arXiv:2410.05258: (1 - lambda_init) norm((softmax(Q_1 K_1^T) - lambda softmax(Q_2 K_2^T)) V), Eq. 1-3."""
+
+    def query(tokens: list[SimpleNamespace], i: int) -> Tensor:
+        seen, now = tokens[max(i - window + 1, 0) : i + 1], tokens[i]
+        attended, exponentials = [], []
+        for channels in (range(0, K, 2), range(1, K, 2)):
+            part = list(channels)
+            attended.append(softmax_of([now.q[part] @ token.k[part] for token in seen], seen))
+            exponentials.append(torch.exp(now.lq[part] @ now.lk[part]))
+        o = attended[0] - (exponentials[0] - exponentials[1] + init) * attended[1]
+        return (1 - init) * o / (o.square().mean() + 1e-5).sqrt() if norm else o
+
+    return query
+
+
 PAPERS: list[tuple[str, dict[str, Any], Query]] = [
     *(("forgetting_attention", {"g": g}, fox) for g in ("metala_decay", "head_forget", 0)),
     ("forgetting_attention", {"g": "lightning_decay"}, alibi),
     *(("path_attention", knobs, path) for knobs in ({}, {"g": "metala_decay"}, {"beta": {"sigmoid": {"max": 1}}})),
+    ("differential_attention", {}, differential()),
+    ("differential_attention", {"lambda_init": 0.2, "window": 4}, differential(init=0.2, window=4)),
+    ("differential_attention", {"norm": False}, differential(norm=False)),
 ]
 
 
@@ -132,11 +151,41 @@ def test_a_gate_of_minus_infinity_forgets_all_that_came_before() -> None:
     torch.testing.assert_close(o[:, 5:], fresh)
 
 
+def test_without_its_second_half_differential_attention_is_attention() -> None:
+    rule = deltalab.get_rule("differential_attention", lambda_init=0, norm=False)
+    x = inputs(rule)
+    o, _ = deltalab.scan(rule, x.q, x.k, x.v, {name: torch.zeros_like(value) for name, value in x.gates.items()})
+    want, _ = deltalab.scan(deltalab.get_rule("attention"), x.q[..., ::2], x.k[..., ::2], x.v, {})
+    torch.testing.assert_close(o, want)
+
+
+def test_differential_attention_with_rope_sees_distances_alone() -> None:
+    rule = deltalab.get_rule("differential_attention")
+    x = draw(rule, batch=B, length=T, heads=H, key_dim=8, value_dim=V, seed=3)
+    outputs = []
+    for first in (0, 7):
+        angle = angles(first + torch.arange(T)[None], 8, 100.0)
+        outputs.append(deltalab.scan(rule, rotate(x.q, angle), rotate(x.k, angle), x.v, x.gates)[0])
+    torch.testing.assert_close(*outputs)
+    assert not torch.allclose(outputs[0], deltalab.scan(rule, x.q, x.k, x.v, x.gates)[0])
+
+
+def test_differential_attention_refuses_an_odd_width_and_a_factor_of_zero() -> None:
+    rule = deltalab.get_rule("differential_attention")
+    x = draw(rule, batch=B, length=T, heads=H, key_dim=5, value_dim=V)
+    with pytest.raises(InputError, match="takes an even number of channels of the key, not 5"):
+        deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+    with pytest.raises(InputError, match="lambda_init must be less than 1, not 1"):
+        deltalab.get_rule("differential_attention", lambda_init=1)
+    with pytest.raises(InputError, match="std must be positive, not 0"):
+        deltalab.get_rule("differential_attention", lq={"normal_head_channel": {"std": 0}})
+
+
 SETTINGS = [
     ("path_attention", deltalab.get_rule("path_attention", g="metala_decay", scaled_g=True)),
     *(
         (name, setting)
-        for name in ("forgetting_attention", "path_attention")
+        for name in ("forgetting_attention", "path_attention", "differential_attention")
         for setting in deltalab.get_rule(name).variants()
     ),
 ]
@@ -150,7 +199,7 @@ def test_step_says_the_same_as_scan(name: str, rule: UpdateRule) -> None:
     state: Any = rule.start(x.k, x.v)
     for t in range(T):
         gates = {n: value[:, t] if value.dim() > 2 else value for n, value in x.gates.items()} | constant
-        got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=K**-0.5, state=state, **gates)
+        got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=rule.scale(K), state=state, **gates)
         torch.testing.assert_close(got, o[:, t])
     for got, want in zip(state, after, strict=True):
         torch.testing.assert_close(got, want)

@@ -106,5 +106,6 @@ class TestContract:
             print(f"{length=}, {chunk_size=}, {past=}, {sizes}")
             try:
                 assert_forms_agree(rule, length, chunk_size, past, sizes)
-            except InputError:  # the rule takes K = V alone
-                assert_forms_agree(rule, length, chunk_size, past, {**sizes, "value_dim": sizes["key_dim"]})
+            except InputError:  # the rule takes K = V or an even K alone
+                width = 2 * sizes["key_dim"]
+                assert_forms_agree(rule, length, chunk_size, past, {**sizes, "key_dim": width, "value_dim": width})
