@@ -52,6 +52,11 @@ class DifferentialAttention(UpdateRule):
 
     name: ClassVar[str] = "differential_attention"
     paper: ClassVar[str] = "arXiv:2410.05258"
+    published = {
+        "source": "Diff-Transformer/multihead_diffattn.py of microsoft/unilm",
+        "layer": {"conv": 0, "rope": True, "output_norm": False, "output_gate": False},
+        "lacks": "lambda_init by layer, one lambda for all heads, weights of the norm, the same RoPE for both halves",
+    }
 
     lq: Gate = knob(normal_head_channel())
     lk: Gate = knob(normal_head_channel())
@@ -93,15 +98,17 @@ class DifferentialAttention(UpdateRule):
     ) -> tuple[Tensor, State]:
         keys, values = state
         keys, values = torch.cat([keys, _even_first(k)[:, :, None]], dim=2), torch.cat([values, v[:, :, None]], dim=2)
-        logits = scale * torch.einsum("bhck,bhnck->bchn", q.unflatten(-1, (-1, 2)).mT, keys.unflatten(-1, (2, -1)))
-        one, other = logits.softmax(-1).unbind(1)
+        one, other = (
+            (scale * torch.einsum("bhk,bhnk->bhn", q, k)).softmax(-1)
+            for q, k in zip(_even_first(q).chunk(2, dim=-1), keys.chunk(2, dim=-1), strict=True)
+        )
         weights = one - self._lambda(gates["lq"], gates["lk"])[:, None] * other
         return self._normed(torch.einsum("bhn,bhnv->bhv", weights, values)), self._kept(keys, values)
 
     def _lambda(self, lq: Tensor, lk: Tensor) -> Tensor:
         """Returns lambda [H]."""
-        one, other = (lq * lk).unflatten(-1, (-1, 2)).sum(-2).exp().unbind(-1)
-        return one - other + self.lambda_init
+        products = lq * lk
+        return products[..., ::2].sum(-1).exp() - products[..., 1::2].sum(-1).exp() + self.lambda_init
 
     def _normed(self, o: Tensor) -> Tensor:
         return (1 - self.lambda_init) * F.rms_norm(o, o.shape[-1:], eps=EPS) if self.norm else o
@@ -115,4 +122,4 @@ class DifferentialAttention(UpdateRule):
 
 def _even_first(x: Tensor) -> Tensor:
     """Returns x [..., K] with channels 0, 2, ... before 1, 3, ..., as flash attention wants each half to lie."""
-    return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+    return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)

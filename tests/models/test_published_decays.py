@@ -230,6 +230,29 @@ class TestForgettingAttention(PublishedBlock):
         return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
 
 
+class TestDifferentialAttention(PublishedBlock):
+    """multihead_diffattn.py with a lambda for each head and no weights of the norm.
+
+    The halves are channels 2 i and 2 i + 1, and RoPE turns them as channels of one head.
+    """
+
+    rule = "differential_attention"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x, convolves=False)
+        q, k = (rotary(part).unflatten(-1, (-1, 2)) for part in (q, k))
+        lambdas = p["gates.learned.lq.value"] * p["gates.learned.lk.value"]
+        one, other = lambdas.unflatten(-1, (-1, 2)).sum(1).exp().unbind(-1)
+        outputs = []
+        for t in range(x.shape[1]):
+            logits = torch.einsum("bhkc,bnhkc->cbhn", q[:, t], k[:, : t + 1]) * q.shape[3] ** -0.5
+            first, second = logits.softmax(-1)
+            weights = first - (one - other + 0.8)[:, None] * second
+            outputs.append(torch.einsum("bhn,bnhv->bhv", weights, v[:, : t + 1]))
+        o = torch.stack(outputs, 1)
+        return (0.2 * rms(o, o.new_ones(o.shape[-1]))).flatten(-2) @ p["out.weight"].T
+
+
 def rotary(x: Tensor) -> Tensor:
     """FLA's RotaryEmbedding, which is not interleaved, as a product with e^(i t theta)."""
     half = x.shape[-1] // 2
