@@ -221,6 +221,114 @@ def test_a_killed_packing_goes_on_and_makes_no_shard_twice(story: Path, tmp_path
     assert contents(out) == contents(tmp_path / "whole")
 
 
+class Died(BaseException):
+    """What stands for a kill."""
+
+
+def mixed(tmp_path: Path) -> list[str]:
+    """Three sources; the second repeats documents of the first, the third is too short for its share."""
+    random = np.random.default_rng(1)
+    texts = [
+        [f"{name}{i} {' '.join(random.choice(WORDS, 9))}" for i in range(n)]
+        for name, n in zip("abc", (90, 90, 7), strict=True)
+    ]
+    texts[1][3:40:3] = texts[0][3:40:3]
+    return [str(write_jsonl(tmp_path / f"{name}.jsonl", rows)) for name, rows in zip("abc", texts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("most", "weights"), [(3000, None), (3000, [2, 1, 1]), (None, None)], ids=["in order", "weighted", "unbounded"]
+)
+def test_training_tokens_are_bounded_however_often_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, weights: list[float] | None
+) -> None:
+    monkeypatch.setattr(packing, "BATCH_DOCUMENTS", 5)
+    names = mixed(tmp_path)
+    options: dict[str, Any] = {"shares": HALVES, "shard_tokens": 500, "most_tokens": most, "weights": weights}
+    meta = pack(names, tmp_path / "whole", **options)
+    tokens = [source["train_tokens"] for source in meta["sources"]]
+    assert sum(tokens) == meta["splits"]["train"]["tokens"]
+    longest = 80  # bytes of a document
+    if most is None:
+        assert [source["documents"] for source in meta["sources"]] == [90, 90, 7]
+    elif weights is None:
+        assert most <= sum(tokens) < most + longest
+        assert [source["documents"] for source in meta["sources"]][2] == 0
+    else:
+        assert 1500 <= tokens[0] < 1500 + longest
+        assert 750 <= tokens[1] < 750 + longest
+        assert tokens[2] < 750
+        assert meta["sources"][2]["documents"] == 7
+    kept = documents_of(tmp_path / "whole")
+    everything = [text for split in kept.values() for text in split]
+    assert len(everything) == len(set(everything))
+
+    write, left = packing.write_json, 0
+
+    def dying(*arguments: Any) -> None:
+        nonlocal left
+        write(*arguments)
+        left -= 1
+        if left == 0:
+            raise Died
+
+    monkeypatch.setattr(packing, "write_json", dying)
+    deaths = 0
+    for each in (1, 2, 3):  # the writes of the state before each death
+        out = tmp_path / f"killed{each}"
+        for _ in range(100):
+            left = each + 1
+            try:
+                assert pack(names, out, **options) == meta
+                break
+            except Died:
+                deaths += 1
+        assert contents(out) == contents(tmp_path / "whole")
+    assert deaths >= 8
+
+
+def test_the_tokens_of_another_packing_are_refused(story: Path, tmp_path: Path) -> None:
+    pack([str(story)], tmp_path / "p", most_tokens=500)
+    with pytest.raises(InputError, match="is packed with most_tokens 500, not None; give another --out"):
+        pack([str(story)], tmp_path / "p")
+
+
+def test_the_command_bounds_and_weighs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c = mixed(tmp_path)
+    assert run("data", "pack", "--out", tmp_path / "p", "--tokens", "3K", f"{a}=2", f"{b}=1", f"{c}=1") == 0
+    out, error = capsys.readouterr()
+    short = Packed(tmp_path / "p").meta["sources"][2]["train_tokens"]
+    assert f"note: {c}: ended after {short} of its 750 training tokens" in error
+    assert f"{short} training tokens" in out
+    assert run("data", "pack", "--out", tmp_path / "q", "--tokens", "0.0009M", a) == 0
+    assert 900 <= Packed(tmp_path / "q").split("train").tokens < 980
+    assert run("data", "pack", "--out", tmp_path / "r", "--tokens", "1B", a) == 0
+    assert "note: the sources ended after" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a.jsonl=2"], "--tokens: sources with weights share out a number of training tokens"),
+        (["--tokens", "5K", "a.jsonl=x"], "a.jsonl=x: 'x' is no weight; give for example a.jsonl=0.3"),
+        (["--tokens", "5K", "a.jsonl=0"], "a.jsonl=0: a weight must be a positive number"),
+        (["--tokens", "5K", "a.jsonl=1", "b.jsonl"], "b.jsonl: has no weight, and others have"),
+        (["--tokens", "many", "a.jsonl"], "--tokens: 'many' is no number of tokens; give for example 15B"),
+        (["--tokens", "-5", "a.jsonl"], "--tokens: '-5' is no number of tokens"),
+    ],
+)
+def test_a_wrong_bound_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    mixed(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run("data", "pack", "--out", "p", *words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "p").exists()
+
+
 def test_sources_that_change_between_two_goes_are_refused(story: Path, tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", SLOWLY, "6", str(story), str(tmp_path / "p")], check=False)
     assert ended.returncode == -signal.SIGKILL

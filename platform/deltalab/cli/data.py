@@ -1,6 +1,7 @@
 """The commands `platform data`: pack text, train a tokenizer, show what a folder holds."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from deltalab.cli.options import AsJson
 from deltalab.data.pack import SHARD_TOKENS, STATE, pack
 from deltalab.data.sources import Reading, find
 from deltalab.data.text_tokenizers import BYTES
+from deltalab.data.token_limit import TokenLimit
 from deltalab.data.token_shards import SPLITS, Packed
 from deltalab.data.vocabulary import train_tokenizer
 from deltalab.errors import InputError, unknown
@@ -28,6 +30,14 @@ Sources = Annotated[
         metavar="SOURCE...", help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME or NAME:CONFIG."
     ),
 ]
+Weighted = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE[=WEIGHT]...",
+        help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME or NAME:CONFIG; with weights, each "
+        "gives its share of --tokens.",
+    ),
+]
 Field = Annotated[str, typer.Option("--field", help="The field, or column, that holds a document.")]
 Separator = Annotated[
     str | None,
@@ -37,11 +47,12 @@ Pattern = Annotated[str, typer.Option("--files", help="Which files of a folder, 
 Out = Annotated[Path, typer.Option("--out", help="Where to write it.")]
 
 EVERY_SECONDS = 10.0
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @data.command("pack")
 def data_pack(
-    sources: Sources,
+    sources: Weighted,
     out: Out,
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="bytes, a tokenizer.json, a folder with one, or a name of the Hub.")
@@ -55,24 +66,45 @@ def data_pack(
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Threads that tokenize; by default, one for each core.")
     ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", help="Training tokens at which to end, such as 15B, 300M or 50K.")
+    ] = None,
     shard: Annotated[int, typer.Option("--shard", min=1, help="Tokens of a shard.")] = SHARD_TOKENS,
     as_json: AsJson = False,
 ) -> None:
     """Pack text into shards of tokens; after a kill, the same command goes on."""
     _quiet_hub()
     reading = _reading(field, separator, files)
-    sizes = [source.size for source in find(sources, reading)]
+    names, weights = _weighted(sources)
+    most = None if tokens is None else _number(tokens)
+    if weights is not None and most is None:
+        raise InputError("--tokens: sources with weights share out a number of training tokens: give one, such as 15B")
+    sizes = [source.size for source in find(names, reading)]
     pack(
-        sources,
+        names,
         out,
         tokenizer=tokenizer,
         reading=reading,
         shares=_shares(split),
         workers=workers or os.cpu_count() or 1,
         shard_tokens=shard,
-        watch=_PackingProgress(None if None in sizes else sum(filter(None, sizes))),
+        most_tokens=most,
+        weights=weights,
+        watch=_PackingProgress(None if None in sizes else sum(filter(None, sizes)), most),
     )
     packed = Packed(out)
+    limit = TokenLimit(most, weights, [])
+    for number, source in enumerate(packed.meta["sources"]):
+        if (share := limit.share(number)) is not None and source["train_tokens"] < share:
+            print(
+                f"note: {source['source']}: ended after {source['train_tokens']:,} of its {share:,} training tokens",
+                file=sys.stderr,
+            )
+    if most is not None and weights is None and packed.split("train").tokens < most:
+        print(
+            f"note: the sources ended after {packed.split('train').tokens:,} of {most:,} training tokens",
+            file=sys.stderr,
+        )
     for name in SPLITS[1:]:
         if not packed.split(name).documents:
             print(f"note: no document fell into {name}: more documents, or --separator, would help", file=sys.stderr)
@@ -142,10 +174,11 @@ def _show(packed: Packed, as_json: bool) -> None:
         "no token ends a document" if tokenizer["eos"] is None else f"token {tokenizer['eos']} ends a document"
     )
     lines = [f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} ids; {separator_text}"]
+    limited = "most_tokens" in packed.meta["settings"]
     for source in packed.meta["sources"]:
         lines.append(
             f"from {source['source']}: {source['documents']:,} documents, of which {source['duplicates']:,} were "
-            "duplicates and left out"
+            "duplicates and left out" + (f"; {source['train_tokens']:,} training tokens" if limited else "")
         )
     lines.append(f"sha256: {packed.meta['sha256']}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -158,6 +191,39 @@ def _reading(field: str, separator: str | None, pattern: str) -> Reading:
         if not separator:
             raise InputError("--separator: must not be empty")
     return Reading(field=field, separator=separator, pattern=pattern)
+
+
+def _weighted(sources: list[str]) -> tuple[list[str], list[float] | None]:
+    """Returns the names of the sources, and their weights if they are written NAME=WEIGHT."""
+    names, weights = [], list[float | None]()
+    for source in sources:
+        name, _, text = source.rpartition("=")
+        weight = None
+        if name and not Path(source).exists():
+            try:
+                weight = float(text)
+            except ValueError:
+                raise InputError(f"{source}: '{text}' is no weight; give for example {name}=0.3") from None
+            if not 0 < weight < math.inf:
+                raise InputError(f"{source}: a weight must be a positive number")
+        names.append(source if weight is None else name)
+        weights.append(weight)
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise InputError(f"{names[weights.index(None)]}: has no weight, and others have: give all sources one, or none")
+    return names, given or None
+
+
+def _number(text: str) -> int:
+    """Returns a number of tokens, from the text of --tokens."""
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    try:
+        number = round(float(text if unit == 1 else text[:-1]) * unit)
+    except (ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise InputError(f"--tokens: '{text}' is no number of tokens; give for example 15B, 300M or 50K")
+    return number
 
 
 def _shares(text: str) -> dict[str, float]:
@@ -189,8 +255,8 @@ def _quiet_hub() -> None:
 class _PackingProgress:
     """Reports on stderr how much is packed: on a terminal in one line, else in a line every `EVERY_SECONDS`."""
 
-    def __init__(self, total: int | None) -> None:
-        self._console, self._total = Console(stderr=True), total
+    def __init__(self, total: int | None, most: int | None) -> None:
+        self._console, self._total, self._most = Console(stderr=True), total, most
         self._began = self._said = time.monotonic()
 
     def __call__(self, read: int, tokens: int) -> None:
@@ -199,6 +265,10 @@ class _PackingProgress:
             return
         self._said, passed = now, now - self._began
         text = f"{tokens:,} tokens, {passed:.0f} s"
-        if self._total and read:
-            text = f"{read / self._total:.0%}, {text}, {passed * (self._total - read) / read:.0f} s left"
+        done = max(
+            read / self._total if self._total else 0.0,
+            min(tokens / self._most, 1.0) if self._most else 0.0,
+        )
+        if done:
+            text = f"{done:.0%}, {text}, {passed * (1 - done) / done:.0f} s left"
         self._console.print(text, end="\r" if terminal else "\n", highlight=False, soft_wrap=True)

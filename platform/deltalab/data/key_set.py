@@ -14,8 +14,8 @@ class KeySet:
     def __init__(self) -> None:
         self._runs: list[NDArray[np.uint64]] = []
 
-    def add(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Adds keys, and returns for each key whether it is new: neither in an earlier call nor earlier in `keys`."""
+    def new(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Returns for each key whether it is new: neither in the set nor earlier in `keys`."""
         values, first = np.unique(keys, return_index=True)
         known = np.zeros(len(values), bool)
         for run in self._runs:
@@ -23,8 +23,13 @@ class KeySet:
             known |= run[np.minimum(place, len(run) - 1)] == values
         is_new = np.zeros(len(keys), bool)
         is_new[first[~known]] = True
-        if not known.all():
-            self._runs.append(values[~known])
+        return is_new
+
+    def add(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Adds keys, and returns for each key whether it was new."""
+        is_new = self.new(keys)
+        if is_new.any():
+            self._runs.append(np.sort(keys[is_new]))
         while len(self._runs) > 1 and len(self._runs[-2]) <= 2 * len(self._runs[-1]):
             self._runs[-2:] = [np.sort(np.concatenate(self._runs[-2:]))]
         return is_new

@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from deltalab.data.key_set import KeySet
 from deltalab.data.shard_writer import PARTIAL, Shards, write_json
 from deltalab.data.sources import Reading, Source, find
 from deltalab.data.text_tokenizers import BYTES, load_tokenizer, tokenizer_files
+from deltalab.data.token_limit import TokenLimit
 from deltalab.data.token_shards import META, SPLITS, VERSION
 from deltalab.errors import InputError
 
@@ -71,6 +72,8 @@ def pack(
     shares: Mapping[str, float] = SHARES,
     workers: int = 1,
     shard_tokens: int = SHARD_TOKENS,
+    most_tokens: int | None = None,
+    weights: Sequence[float] | None = None,
     watch: Watch = lambda read, tokens: None,
 ) -> dict[str, Any]:
     """Packs sources into a folder, or goes on where a killed packing stopped.
@@ -88,6 +91,8 @@ def pack(
         shares: The share of the documents that goes into each split.
         workers: The threads that tokenize.
         shard_tokens: The tokens at which a shard ends.
+        most_tokens: The training tokens at which the packing ends, with the document that reaches them.
+        weights: The weight of each source in `most_tokens`, as `TokenLimit` takes it.
         watch: Called after each batch of documents.
 
     Returns:
@@ -113,11 +118,14 @@ def pack(
         "shares": dict(shares),
         **asdict(reading),
         "shard_tokens": shard_tokens,
+        **({"most_tokens": most_tokens} if most_tokens is not None else {}),
+        **({"weights": list(weights)} if weights is not None else {}),
     }
     try:
         with _held(out):
             finished = _earlier(out, settings)
             if "splits" in finished and "sha256" in finished:
+                (out / STATE).unlink(missing_ok=True)  # the kill came between the two
                 return finished
             dtype = "uint16" if description["vocab_size"] <= 2**16 else "uint32"
             shards = {
@@ -125,7 +133,8 @@ def pack(
             }
             for name, text in tokenizer_files(encoder, description).items():
                 (out / name).write_text(text, encoding="utf-8")
-            counts = _write(sources, reading, encoder, identity, shards, shares, watch, out, settings)
+            limit = TokenLimit(most_tokens, weights, finished.get("ends", []))
+            counts = _write(sources, reading, encoder, identity, shards, shares, limit, watch, out, settings)
             meta = _meta(settings, dtype, shards, counts)
             write_json(out / META, meta)
             (out / STATE).unlink(missing_ok=True)
@@ -143,6 +152,7 @@ def _write(
     tokenizer: Mapping[str, Any],
     shards: Mapping[str, Shards],
     shares: Mapping[str, float],
+    limit: TokenLimit,
     watch: Watch,
     out: Path,
     settings: Mapping[str, Any],
@@ -150,37 +160,69 @@ def _write(
     """Writes every document that is not in a finished shard, and returns the counts of each source."""
     keys, counts = KeySet(), [{"documents": 0, "duplicates": 0, "bytes": 0, "not_utf8": 0} for _ in sources]
     tokens = sum(shard["tokens"] for split in shards.values() for shard in split.finished)
-    for batch in _batches(sources, reading, shares):
-        is_new = keys.add(np.array([int.from_bytes(document.digest[8:16]) for document in batch], np.uint64))
-        new = []
+    trained, train = sum(shard["tokens"] for shard in shards["train"].finished), shards["train"]
+    for batch in _batches(sources, reading, shares, limit):
+        source, count = batch[0].source, counts[batch[0].source]
+        if limit.enter(source, [each["documents"] for each in counts], trained):
+            write_json(out / STATE, _state(settings, shards, limit))
+        numbers = np.array([int.from_bytes(document.digest[8:16]) for document in batch], np.uint64)
+        is_new = keys.new(numbers)
+        unwritten = _unwritten(batch, is_new, shards)
+        ids_of = zip(unwritten, _tokens(unwritten, encoder, tokenizer, sources), strict=True)
+        taken = 0
         for document, first in zip(batch, is_new, strict=True):
-            count = counts[document.source]
+            taken += 1
+            split = shards[document.split]
             count["documents"] += 1
             count["bytes"] += len(document.text)
             count["not_utf8"] += not _is_utf8(document.text)
+            changed = False
             if not first:
                 count["duplicates"] += 1
-            elif _passed(shards[document.split], document.digest, out):
-                new.append((document, shards[document.split].chain()))
-        for (document, chain), ids in zip(new, _tokens([d for d, _ in new], encoder, tokenizer, sources), strict=True):
-            tokens += len(ids)
-            if shards[document.split].add(ids, len(document.text), chain):
-                write_json(out / STATE, _state(settings, shards))
-        watch(batch[-1].read, tokens)
+            elif _passed(split, document.digest, out):
+                _, ids = next(ids_of)
+                tokens += len(ids)
+                trained += len(ids) * (split is train)
+                changed = split.add(ids, len(document.text), split.chain())
+            changed |= limit.took(count["documents"], None if train.skip else trained)
+            if changed:
+                write_json(out / STATE, _state(settings, shards, limit))
+            if not limit.wants(source):
+                break
+        keys.add(numbers[:taken])
+        watch(batch[taken - 1].read, tokens)
     if any(split.skip for split in shards.values()):
         raise _changed(out)
     if not any(count["documents"] for count in counts):
         raise InputError(f"{', '.join(source.name for source in sources)}: no text to pack")
     for split in shards.values():
         split.finish(split.chain())
+    limit.enter(len(sources), [each["documents"] for each in counts], trained)
+    before = 0
+    for count, end in zip(counts, limit.ends, strict=True):
+        count["train_tokens"], before = end["tokens"] - before, end["tokens"]
     return counts
 
 
-def _batches(sources: list[Source], reading: Reading, shares: Mapping[str, float]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = before = 0
+def _unwritten(batch: list[Document], is_new: NDArray[np.bool_], shards: Mapping[str, Shards]) -> list[Document]:
+    """Returns the new documents of a batch that are in no finished shard."""
+    skip, unwritten = {name: split.skip for name, split in shards.items()}, []
+    for document, first in zip(batch, is_new, strict=True):
+        if first and skip[document.split]:
+            skip[document.split] -= 1
+        elif first:
+            unwritten.append(document)
+    return unwritten
+
+
+def _batches(
+    sources: list[Source], reading: Reading, shares: Mapping[str, float], limit: TokenLimit
+) -> Iterator[list[Document]]:
+    """Yields documents in batches, each of one source, as long as the source has not ended."""
+    before = 0
     for number, source in enumerate(sources):
-        for text, read in source.documents(reading):
+        batch, size = list[Document](), 0
+        for text, read in source.documents(reading) if limit.wants(number) else ():
             if not text:
                 continue
             digest = hashlib.sha256(text).digest()
@@ -189,9 +231,11 @@ def _batches(sources: list[Source], reading: Reading, shares: Mapping[str, float
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch
                 batch, size = [], 0
+                if not limit.wants(number):
+                    break
+        if batch:
+            yield batch
         before += source.size or 0
-    if batch:
-        yield batch
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -247,8 +291,9 @@ def _changed(out: Path) -> InputError:
     return InputError(f"{out}: the sources have changed since its first shards were packed; give another --out")
 
 
-def _state(settings: Mapping[str, Any], shards: Mapping[str, Shards]) -> dict[str, Any]:
-    return {"settings": settings, "splits": {name: split.finished for name, split in shards.items()}}
+def _state(settings: Mapping[str, Any], shards: Mapping[str, Shards], limit: TokenLimit) -> dict[str, Any]:
+    finished = {name: split.finished for name, split in shards.items()}
+    return {"settings": settings, "splits": finished, "ends": limit.ends}
 
 
 def _meta(
@@ -297,13 +342,12 @@ def _earlier(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
             f"{out}: is packed with another tokenizer: '{earlier['name']}' of {earlier['vocab_size']} ids, not "
             f"'{tokenizer['name']}' of {tokenizer['vocab_size']}; give another --out"
         )
-    for key, value in settings.items():
-        if key != "tokenizer" and value != earlier_settings[key]:
+    for key in settings | earlier_settings:
+        was, now = earlier_settings.get(key), settings.get(key)
+        if key != "tokenizer" and was != now:
             if key == "files":
                 raise _changed(out)
-            raise InputError(
-                f"{out}: is packed with {key} {earlier_settings[key]!r}, not {value!r}; give another --out"
-            )
+            raise InputError(f"{out}: is packed with {key} {was!r}, not {now!r}; give another --out")
     return content
 
 
