@@ -139,7 +139,9 @@ def _config(spec: ModelSpec, dtype: torch.dtype, provenance: Mapping[str, object
         "architectures": ["DeltaLabForCausalLM"],
         "auto_map": {
             "AutoConfig": f"{MODELING}.DeltaLabConfig",
+            "AutoModel": f"{MODELING}.DeltaLabModel",
             "AutoModelForCausalLM": f"{MODELING}.DeltaLabForCausalLM",
+            "AutoModelForSequenceClassification": f"{MODELING}.DeltaLabForSequenceClassification",
         },
         "dtype": str(dtype).removeprefix("torch."),
         "model_type": "deltalab",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.utils.generic import can_return_tuple
 
 from deltalab.models.block import Block
@@ -101,16 +105,34 @@ class StateCache(Cache):
         self.states = [state.rows(torch.arange(len(state.conv)).repeat_interleave(repeats)) for state in self.states]
 
 
-class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
-    """A deltalab `Model` with the interface of `transformers`: losses, `generate()`, saving and loading.
+class Reading(NamedTuple):
+    """What a model has read.
 
     Attributes:
-        z_loss: The weight of the squared logarithm of softmax's denominator in the loss of training.
+        hidden: The vectors of all tokens after the last norm, in one row if `packing` is not None.
+        packing: The packing of the rows; None if they stayed as they were.
+        bounds: The bounds of the sequences in the row; None if each row is one.
+        cache: The cache after the tokens; None without one.
+        states: The embeddings, what each block but the last returns, and the vectors after the last norm, each
+            [B, T, d]; None if they were not asked for.
     """
+
+    hidden: Tensor
+    packing: Packing | None
+    bounds: Tensor | None
+    cache: StateCache | None
+    states: tuple[Tensor, ...] | None
+
+    def spread(self, y: Tensor) -> Tensor:
+        """Returns vectors of all tokens as rows [B, T, ...]."""
+        return y if self.packing is None else self.packing.spread(y)
+
+
+class DeltaLabModel(PreTrainedModel):
+    """A deltalab `Model` with the interface of `transformers` that returns vectors [B, T, d]: saving and loading."""
 
     config_class = DeltaLabConfig
     base_model_prefix = "model"
-    accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
     _is_stateful = True
     _no_split_modules = ["Block"]  # noqa: RUF012
@@ -121,7 +143,6 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = Model(config.spec())
         self.gradient_checkpointing = False
-        self.z_loss = 0.0
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -131,29 +152,6 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replaces the embedding of tokens."""
         self.model.embed = cast(nn.Embedding, value)
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Returns the output matrix; None if it is tied to the embedding."""
-        return self.model.unembed
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the output matrix."""
-        self.model.unembed = cast(nn.Linear, new_embeddings)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # `forward` makes a StateCache
-
-    def prepare_inputs_for_generation(
-        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Returns the inputs of `forward` for the next tokens of `generate`."""
-        # `generate` accepts embeddings only if this method has a parameter of their name.
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
-        # Layers count tokens by themselves. transformers 5.0 gives cache_position to every model.
-        for name in ("position_ids", "cache_position"):
-            inputs.pop(name, None)
-        return inputs
 
     def _set_gradient_checkpointing(
         self,
@@ -186,6 +184,142 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
         initialize(
             self.model, torch.initial_seed(), wanted=lambda value: not getattr(value, "_is_hf_initialized", False)
         )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **more: Any,
+    ) -> BaseModelOutputWithPast:
+        """Computes the vectors [B, T, d] of tokens after the last norm.
+
+        Args:
+            input_ids: As in `DeltaLabForCausalLM.forward`, and so are the others.
+            attention_mask: 0 marks padding.
+            past_key_values: The cache that an earlier call returned.
+            inputs_embeds: The embeddings [B, T, d]; None with `input_ids`.
+            use_cache: Whether to return a cache.
+            output_hidden_states: Whether to return the vectors after each block.
+            **more: `position_ids`, `seq_idx` and the bounds of packed sequences.
+
+        Raises:
+            ValueError: Inputs contradict each other.
+        """
+        read = self._read(
+            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states, **more
+        )
+        return BaseModelOutputWithPast(read.spread(read.hidden), read.cache, hidden_states=read.states)
+
+    def _read(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: StateCache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+        output_hidden_states: bool | None,
+        *,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        output_attentions: bool | None = None,
+    ) -> Reading:
+        """Reads tokens. Arguments and errors are those of `DeltaLabForCausalLM.forward`."""
+        if output_attentions:
+            raise ValueError("a deltalab model returns no attentions")
+        if output_hidden_states and self.model.spec.attention_residuals:
+            raise ValueError(
+                "a model with attention_residuals has no hidden state between blocks, which read all before"
+            )
+        if past_key_values is not None and not isinstance(past_key_values, StateCache):
+            raise ValueError(f"past_key_values must be a StateCache, not a {type(past_key_values).__name__}")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = StateCache() if use_cache and past_key_values is None else past_key_values
+        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        if bounds is not None and cache is not None:
+            raise ValueError("packed sequences (cu_seqlens) keep no cache: give use_cache=False")
+        starts = None if cache is not None or bounds is not None else _starts(position_ids, seq_idx)
+        packing = self._packing(x, attention_mask, starts, bounds, rows=cache is not None)
+        if packing is not None:
+            x, bounds = packing.pack(x), packing.cu_seqlens
+        call = self._call if self.gradient_checkpointing and self.training else None
+        between: list[Tensor] = []
+        hidden, after = self.model.transform(
+            x,
+            cache.states if cache is not None and cache.states else None,
+            cu_seqlens=bounds,
+            checkpoint=_watched(call, between) if output_hidden_states else call,
+        )
+        if cache is not None:
+            cache.states, cache.seen = after, cache.seen + (x.shape[1] if packing is None else packing.shape[1])
+        read = Reading(hidden, packing, bounds, cache, None)
+        if not output_hidden_states:
+            return read
+        return read._replace(states=tuple(map(read.spread, (x, *between[:-1], hidden))))
+
+    def _packing(
+        self, x: Tensor, mask: Tensor | None, starts: Tensor | None, bounds: Tensor | None, *, rows: bool
+    ) -> Packing | None:
+        """The packing of x into one row, or None if x stays as it is. With `rows`, each row must be one sequence."""
+        if mask is None and starts is None:
+            return None
+        starts = None if starts is None else starts.expand(x.shape[:2])
+        packing = Packing.of(x, None if mask is None else mask[:, -x.shape[1] :], starts)
+        if packing is None:
+            return None
+        if bounds is not None:
+            raise ValueError("give cu_seqlens or padding in attention_mask, not both")
+        if rows and len(packing.cu_seqlens) != len(x) + 1:
+            raise ValueError("attention_mask: where a cache is kept, each row needs a token that is no padding")
+        return packing
+
+
+class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
+    """A deltalab `Model` with the interface of `transformers`: losses, `generate()`, saving and loading.
+
+    Attributes:
+        z_loss: The weight of the squared logarithm of softmax's denominator in the loss of training.
+    """
+
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: DeltaLabConfig) -> None:
+        super().__init__(config)
+        self.z_loss = 0.0
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Returns the output matrix; None if it is tied to the embedding."""
+        return self.model.unembed
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the output matrix."""
+        self.model.unembed = cast(nn.Linear, new_embeddings)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `forward` makes a StateCache
+
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Returns the inputs of `forward` for the next tokens of `generate`."""
+        # `generate` accepts embeddings only if this method has a parameter of their name.
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+        # Layers count tokens by themselves. transformers 5.0 gives cache_position to every model.
+        for name in ("position_ids", "cache_position"):
+            inputs.pop(name, None)
+        return inputs
 
     @can_return_tuple
     def forward(
@@ -238,38 +372,29 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
             max_length_q: Not read, for the same reason.
             max_length_k: Not read, for the same reason.
             output_attentions: Must be false: there are none.
-            output_hidden_states: Must be false: they are not returned.
+            output_hidden_states: Whether to return the embeddings, what each block but the last returns, and the
+                vectors after the last norm.
 
         Raises:
-            ValueError: If inputs contradict each other, or if attentions or hidden states are asked for.
+            ValueError: If inputs contradict each other, or if attentions are asked for.
         """
-        if output_attentions or output_hidden_states:
-            raise ValueError("a deltalab model returns neither attentions nor hidden states")
-        if past_key_values is not None and not isinstance(past_key_values, StateCache):
-            raise ValueError(f"past_key_values must be a StateCache, not a {type(past_key_values).__name__}")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = StateCache() if use_cache and past_key_values is None else past_key_values
-        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        if bounds is not None and cache is not None:
-            raise ValueError("packed sequences (cu_seqlens) keep no cache: give use_cache=False")
-        starts = None if cache is not None or bounds is not None else _starts(position_ids, seq_idx)
-        packing = self._packing(x, attention_mask, starts, bounds, rows=cache is not None)
-        if packing is not None:
-            x, bounds = packing.pack(x), packing.cu_seqlens
-        hidden, states = self.model.transform(
-            x,
-            cache.states if cache is not None and cache.states else None,
-            cu_seqlens=bounds,
-            checkpoint=self._call if self.gradient_checkpointing and self.training else None,
+        read = self._read(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            cu_seq_lens_q=cu_seq_lens_q,
+            output_attentions=output_attentions,
         )
-        if cache is not None:
-            cache.states, cache.seen = states, cache.seen + (x.shape[1] if packing is None else packing.shape[1])
-        spread = (lambda y: y) if packing is None else packing.spread
+        hidden, packing, bounds = read.hidden, read.packing, read.bounds
         logits: Tensor | None
         if labels is None:
-            logits, loss = self.model.logits(spread(hidden)[:, -logits_to_keep:]), None
+            logits, loss = self.model.logits(read.spread(hidden)[:, -logits_to_keep:]), None
         else:
             targets = _targets(labels if packing is None else packing.pack(labels), bounds)
             default_loss = self.loss_function is ForCausalLMLoss
@@ -285,24 +410,66 @@ class DeltaLabForCausalLM(PreTrainedModel, GenerationMixin):
                     vocab_size=logits.shape[-1],
                     num_items_in_batch=num_items_in_batch,
                 )
-                logits = spread(logits)[:, -logits_to_keep:]
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+                logits = read.spread(logits)[:, -logits_to_keep:]
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=read.cache, hidden_states=read.states)
 
-    def _packing(
-        self, x: Tensor, mask: Tensor | None, starts: Tensor | None, bounds: Tensor | None, *, rows: bool
-    ) -> Packing | None:
-        """The packing of x into one row, or None if x stays as it is. With `rows`, each row must be one sequence."""
-        if mask is None and starts is None:
-            return None
-        starts = None if starts is None else starts.expand(x.shape[:2])
-        packing = Packing.of(x, None if mask is None else mask[:, -x.shape[1] :], starts)
-        if packing is None:
-            return None
-        if bounds is not None:
-            raise ValueError("give cu_seqlens or padding in attention_mask, not both")
-        if rows and len(packing.cu_seqlens) != len(x) + 1:
-            raise ValueError("attention_mask: where a cache is kept, each row needs a token that is no padding")
-        return packing
+
+class DeltaLabForSequenceClassification(DeltaLabModel):
+    """Scores W h_T [B, num_labels] of the last token h_T of each row, and their loss, as `transformers` has it."""
+
+    def __init__(self, config: DeltaLabConfig) -> None:
+        super().__init__(config)
+        self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initializes the parameters that the checkpoint lacks, the scores from a normal distribution."""
+        super().initialize_weights()
+        if not getattr(self.score.weight, "_is_hf_initialized", False):
+            nn.init.normal_(self.score.weight, std=self.config.d_model**-0.5)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **more: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Computes the scores of each row.
+
+        Args:
+            input_ids: The tokens [B, T]; None with `inputs_embeds`.
+            attention_mask: 0 marks padding, at any place, [B, T]. Rows of several lengths need it.
+            inputs_embeds: The embeddings [B, T, d]; None with `input_ids`.
+            labels: The class of each row, or its number if `num_labels` is 1, [B].
+            output_hidden_states: Whether to return the vectors after each block.
+            **more: As in `DeltaLabModel.forward`.
+
+        Raises:
+            ValueError: Inputs contradict each other.
+        """
+        read = self._read(input_ids, attention_mask, None, inputs_embeds, False, output_hidden_states, **more)
+        # Padding has the vector of the last token before it.
+        scores = self.score(read.spread(read.hidden)[:, -1])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=scores, config=self.config)
+        return SequenceClassifierOutputWithPast(loss=loss, logits=scores, hidden_states=read.states)
+
+
+def _watched(call: Callable[..., Any] | None, between: list[Tensor]) -> Callable[..., Any]:
+    """Returns a function that calls a block, by `call` if there is one, and notes what it returns."""
+
+    def watched(block: Block, *inputs: Any) -> Any:
+        x, branch, cache = block(*inputs) if call is None else call(block, *inputs)
+        between.append(x + branch)
+        return x, branch, cache
+
+    return watched
 
 
 def _starts(position_ids: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
