@@ -241,6 +241,65 @@ def test_a_run_of_another_model_is_refused(lab: Path, tmp_path: Path) -> None:
         prepared(lab, run=run)
 
 
+def begun(lab: Path, run: Path, *settings: str, trained: int, steps: int = 20) -> Path:
+    """A run of so many steps whose newest checkpoint is that of step `trained`; none if it is 0."""
+    run.mkdir()
+    given = ["batch.length=16", *settings]
+    (run / "run.json").write_text(json.dumps(prepared(lab, run=run, steps=steps, given=given).about))
+    if trained:
+        (run / f"checkpoints/step-{trained}").mkdir(parents=True)
+        (run / f"checkpoints/step-{trained}/.metadata").write_text("")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optimizer.lr=0.1", "has trained 8 steps with optimizer.lr 0.02, now 0.1: give another --out, or leave"),
+        ("batch.sequences=4", "has trained 8 steps with batch.sequences 8, now 4"),
+        ("schedule.kind=constant", "has trained 8 steps with schedule.kind cosine, now constant"),
+        ("steps=30", "with steps 20, now 30; the rates of schedule.kind cosine depend on the number of steps: give"),
+    ],
+)
+def test_a_run_goes_on_only_with_what_it_was_trained_with(
+    setting: str, message: str, lab: Path, tmp_path: Path
+) -> None:
+    given = ["steps=20", "batch.length=16", setting]
+    run = begun(lab, tmp_path / "run", trained=8)
+    with pytest.raises(InputError, match=message) as refused:
+        prepared(lab, run=run, given=given)
+    assert "\n" not in str(refused.value)
+    assert prepared(lab, run=begun(lab, tmp_path / "new", trained=0), given=given).run == tmp_path / "new"
+
+
+def test_steps_that_only_metrics_tell_of_count_as_trained(lab: Path, tmp_path: Path) -> None:
+    run = begun(lab, tmp_path / "run", trained=0)
+    lines = [json.dumps({"step": step, "split": "train", "name": "loss", "value": 1.0}) + "\n" for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(lines)[:-5])
+    with pytest.raises(InputError, match=r"has trained 1 steps with optimizer\.lr"):
+        prepared(lab, run=run, steps=20, given=["batch.length=16", "optimizer.lr=0.1"])
+
+
+def test_a_run_goes_on_with_other_checkpoints_logs_and_micro_batches(lab: Path, tmp_path: Path) -> None:
+    run = begun(lab, tmp_path / "run", trained=8)
+    free = ["log.every=1", "checkpoint.keep=2", "validation.every=3", "batch.micro=2", "activation_checkpointing=true"]
+    assert prepared(lab, run=run, steps=20, given=["batch.length=16", *free]).recipe["batch"]["micro"] == 2
+
+
+@pytest.mark.parametrize(("kind", "trained", "goes"), [("constant", 20, True), ("wsd", 18, True), ("wsd", 19, False)])
+def test_a_run_gets_more_steps_while_its_schedule_allows_it(
+    kind: str, trained: int, goes: bool, lab: Path, tmp_path: Path
+) -> None:
+    given = [f"schedule.kind={kind}"]
+    run = begun(lab, tmp_path / "run", *given, "schedule.warmup_steps=2", trained=trained)
+    if goes:
+        recipe = prepared(lab, run=run, steps=30, given=["batch.length=16", *given]).recipe
+        assert (recipe["steps"], recipe["schedule"]["warmup_steps"]) == (30, 2), "the warm-up that was trained stays"
+    else:
+        with pytest.raises(InputError, match=r"with steps 20, now 30; the rates of schedule\.kind wsd depend"):
+            prepared(lab, run=run, steps=30, given=["batch.length=16", *given, "schedule.warmup_steps=2"])
+
+
 @pytest.mark.parametrize(("gpus", "message"), [(1, "is of several GPUs, .*: give --gpus"), (2, "is of one GPU, ")])
 def test_the_trainer_refuses_checkpoints_that_it_cannot_read_on_so_many_gpus(
     gpus: int, message: str, lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

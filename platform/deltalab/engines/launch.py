@@ -30,7 +30,14 @@ from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
 from deltalab.errors import InputError, unknown
-from deltalab.export.recipe import RECIPE_FILE, changed_recipe, check_setting, named_settings, read_recipe
+from deltalab.export.recipe import (
+    RECIPE_FILE,
+    all_settings,
+    changed_recipe,
+    check_setting,
+    named_settings,
+    read_recipe,
+)
 from deltalab.export.retrain import load_rules
 from deltalab.export.scales import parameter_count
 from deltalab.models.spec import ModelSpec
@@ -47,6 +54,8 @@ RECORD_SECONDS = 30.0
 """Seconds between two records of a run in the ledger."""
 FULL = ("No space left on device", "Errno 28", "Disk quota exceeded")
 """Texts in an engine's log that mean a full disk."""
+FREE = ("log.", "checkpoint.", "validation.", "batch.micro", "activation_checkpointing", "compile", "graphs")
+"""The settings that do not change what a step learns. A run may go on with other values of them."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +136,8 @@ def prepare(
     Raises:
         InputError: If the folder is not an export or lacks the engine's files; if the data have another tokenizer; if a
             setting does not exist; if the machine has fewer GPUs; if the engine is not installed; if the disk has no
-            room for checkpoints; if the run is one of another model, data or engine; or if the engine cannot
-            read the run's checkpoint on so many GPUs.
+            room for checkpoints; if the run is one of another model, data or engine, or has trained steps with other
+            settings; or if the engine cannot read the run's checkpoint on so many GPUs.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES, where="--engine")
@@ -165,6 +174,9 @@ def prepare(
     run = (run or folder / "runs" / f"{engine}-{_digest([identity, recipe])[:8]}").resolve()
     size = parameter_count(model)
     earlier = _earlier(run, identity)
+    if earlier:
+        keep_warmup = not any(pair.startswith("schedule.warmup_steps=") for pair in given)
+        _same_training(run, earlier["recipe"], recipe, keep_warmup=keep_warmup)
     if engine == "accelerate":
         _readable(run, sharded=gpus > 0 and world > 1)
     _room(run, size)
@@ -362,6 +374,46 @@ def _earlier(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
                 f"{about['data']['folder']} with --engine {about['engine']}"
             )
     return about
+
+
+def _same_training(run: Path, before: Mapping[str, Any], recipe: dict[str, Any], *, keep_warmup: bool) -> None:
+    """Raises `InputError` if a run has trained steps with other settings: its records would speak of all steps.
+
+    The number of steps may change while the schedule's rates of the steps so far do not depend on it: always if it is
+    `constant`, and before the decay if it is `wsd`.
+
+    Args:
+        run: The folder of the run.
+        before: The recipe of the run so far.
+        recipe: The recipe to go on with.
+        keep_warmup: Whether `recipe` gets the run's own warm-up, which otherwise grows with the number of steps.
+    """
+    trained = _trained(run)
+    was = all_settings(before)
+    if not trained or was == all_settings(recipe):
+        return
+    kind, steps = was["schedule.kind"], (was["steps"], recipe["steps"])
+    if kind == "constant" or (kind == "wsd" and all(trained + round(0.1 * count) <= count for count in steps)):
+        if keep_warmup:
+            recipe["schedule"]["warmup_steps"] = was["schedule.warmup_steps"]
+        was["steps"] = recipe["steps"]
+    now = all_settings(recipe)
+    for key in sorted(now, key="schedule.warmup_steps".__eq__):  # the warm-up last: it follows the number of steps
+        if now[key] != was[key] and not key.startswith(FREE):
+            why = f"; the rates of schedule.kind {kind} depend on the number of steps" if key == "steps" else ""
+            raise InputError(
+                f"{run}: has trained {trained} steps with {key} {was[key]}, now {now[key]}{why}: give another --out, "
+                f"or leave {key} as it was"
+            )
+
+
+def _trained(run: Path) -> int:
+    """Returns the number of the last step that a run has trained, as its checkpoints and its metrics say; 0 if none."""
+    steps = [int(folder.name.removeprefix("step-")) for folder in checkpoints.complete_checkpoints(run)]
+    metrics = run / "metrics.jsonl"
+    # A killed process may have left a last line unfinished.
+    whole = [line for line in _tail(metrics).splitlines(True)[-2:] if line.endswith("\n")] if metrics.is_file() else []
+    return max([0, *steps, *(int(json.loads(line)["step"]) for line in whole)])
 
 
 def _readable(run: Path, *, sharded: bool) -> None:
