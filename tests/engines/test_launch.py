@@ -329,6 +329,48 @@ def test_a_run_that_another_process_trains_is_refused(lab: Path, tmp_path: Path)
     held.close()
 
 
+STUBBORN = """
+import signal, subprocess, sys, time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+own = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+worker = subprocess.Popen([sys.executable, "-c", own], stdout=subprocess.PIPE, start_new_session=True)
+worker.stdout.readline()
+print("workers", worker.pid, flush=True)
+time.sleep(600)
+"""
+TRAIN = """
+import sys
+from deltalab.cli import app
+from deltalab.engines import launch, stopping
+
+stopping.GRACE_SECONDS = 0.5
+launch._command = lambda *_: [sys.executable, "-c", STUBBORN]
+app.main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_engine_with_workers_in_sessions_of_their_own(
+    number: signal.Signals, code: int, lab: Path, tmp_path: Path
+) -> None:
+    run, script = tmp_path / "run", TRAIN.replace("STUBBORN", repr(STUBBORN))
+    given = ["train", "model", "--data", "packed", "--out", str(run), "--gpus", "0", "--set", "batch.length=16"]
+    started = subprocess.Popen([sys.executable, "-c", script, *given], cwd=lab, env=_environment(lab))
+    until = time.monotonic() + 60
+    while not (run / "log.txt").exists() or "workers" not in (run / "log.txt").read_text():
+        assert started.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    family = psutil.Process(started.pid).children(recursive=True)
+    assert len(family) == 2
+    started.send_signal(number)
+    assert started.wait(30) == code
+    assert psutil.wait_procs(family, timeout=5)[1] == []
+    with launch._alone(run):
+        pass
+
+
 def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(lab: Path, tmp_path: Path) -> None:
     ready = prepared(lab, run=tmp_path / "run")
     good, torn = (tmp_path / "run" / "checkpoints" / name for name in ("step-2", "step-4"))

@@ -39,8 +39,8 @@ studies.add_to(study)
 
 console = Console()
 MOST_WORKERS = 10_000
-INTERRUPTED = (130, 143)
-"""The exit codes after SIGINT, for which Typer prints nothing, and after SIGTERM."""
+INTERRUPTED = (130, 143, 129)
+"""The exit codes after SIGINT, for which Typer prints nothing, after SIGTERM, and after SIGHUP."""
 
 
 def _not_empty(value: str | None) -> str | None:
@@ -354,8 +354,8 @@ app.command("eval")(evaluate)
 def main() -> None:
     """Runs the command and exits.
 
-    The exit code is 0 if the command is done, 1 if a trial or a check failed, 2 if the input was wrong, and 130 or 143
-    after SIGINT or SIGTERM.
+    The exit code is 0 if the command is done, 1 if a trial or a check failed, 2 if the input was wrong, and 130, 143 or
+    129 after SIGINT, SIGTERM or SIGHUP.
     """
     code = _run()
     try:

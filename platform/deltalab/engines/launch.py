@@ -9,7 +9,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from deltalab import __version__
 from deltalab.data.token_shards import Packed
 from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
+from deltalab.engines.stopping import end, signals_raise
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
 from deltalab.errors import InputError, unknown
 from deltalab.export.recipe import (
@@ -227,6 +227,8 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
 
     Raises:
         InputError: If another process trains the run, or if the disk is full.
+        KeyboardInterrupt: The process got SIGINT, in the main thread. All processes of the engine have ended.
+        SystemExit: The same for SIGTERM, with code 143, and SIGHUP, with code 129.
     """
     record = record or (lambda run: None)
     run = launch.run
@@ -530,16 +532,16 @@ def _alone(run: Path) -> Iterator[None]:
 def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None]) -> int:
     """Runs the engine with its output in `log.txt`, reports progress, and records the run. Returns the exit status."""
     metrics = launch.run / "metrics.jsonl"
-    end = _whole_lines(metrics)
+    size = _whole_lines(metrics)
     device = {} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    with (launch.run / "log.txt").open("ab") as log:
+    with (launch.run / "log.txt").open("ab") as log, signals_raise():
         child = subprocess.Popen(
             launch.command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **launch.environment, **device}
         )
         last_line = last_record = time.monotonic()
         try:
             with metrics.open("a+", encoding="utf-8") as lines:
-                lines.seek(end)
+                lines.seek(size)
                 progress = _Progress(launch.recipe)
                 while child.poll() is None:
                     time.sleep(0.2)
@@ -555,8 +557,7 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
                 if progress.news:
                     say(progress.line())
         except BaseException:
-            child.send_signal(signal.SIGINT)
-            child.wait()
+            end(child)
             raise
     return child.returncode
 
