@@ -190,6 +190,13 @@ def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
         ({"given": ["steps"]}, "give settings as KEY=VALUE"),
         ({"given": ["batch.length=100000"]}, "make no row of batch.length 100000"),
         ({"nodes": launch.Nodes(2)}, "--nodes: give --address HOST:PORT"),
+        ({"nodes": launch.Nodes(2, 5, "host:1")}, r"--node-rank 5: must be in 0\.\.1, as --nodes is 2"),
+        ({"nodes": launch.Nodes(1, 1)}, r"--node-rank 1: must be in 0\.\.0, as --nodes is 1"),
+        *(
+            ({"nodes": launch.Nodes(2, 0, address)}, f"--address {address}: must be HOST:PORT")
+            for address in ("foo", "foo:", ":29500", "foo:http", "http://foo:1", "::1:29500", "a b:1")
+        ),
+        ({"nodes": launch.Nodes(2, 0, "foo:70000")}, r"--address foo:70000: the port must be in 1\.\.65535"),
     ],
 )
 def test_wrong_inputs_are_one_line_and_write_nothing(lab: Path, given: dict[str, Any], message: str) -> None:
@@ -389,6 +396,7 @@ def test_the_command_says_nodes_as_torchrun_does(lab: Path) -> None:
     text = prepared(lab, nodes=launch.Nodes(2, 1, "host:1234"), processes=4).text()
     assert "--nnodes 2 --node-rank 1 --master-addr host --master-port 1234" in text
     assert f"DELTALAB_DATA={lab / 'packed'}" in text
+    assert "--master-addr fe80::1 --master-port 1" in prepared(lab, nodes=launch.Nodes(2, 1, "[fe80::1]:1")).text()
 
 
 def test_the_same_command_means_the_same_run(lab: Path) -> None:

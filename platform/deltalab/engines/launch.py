@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -134,13 +135,15 @@ def prepare(
         given: Settings KEY=VALUE of the recipe, the value in YAML.
 
     Raises:
-        InputError: If the folder is not an export or lacks the engine's files; if the data have another tokenizer; if a
+        InputError: If no machine has such a number or address; if the folder is not an export or lacks the engine's
+            files; if the data have another tokenizer; if a
             setting does not exist; if the machine has fewer GPUs; if the engine is not installed; if the disk has no
             room for checkpoints; if the run is one of another model, data or engine, or has trained steps with other
             settings; or if the engine cannot read the run's checkpoint on so many GPUs.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES, where="--engine")
+    _reachable(nodes)
     folder = folder.resolve()
     written = read_recipe(folder)
     config = _config(folder)
@@ -162,8 +165,6 @@ def prepare(
         micro_batch(recipe, world)
     except ValueError as error:
         raise InputError(f"{error}; --set batch.sequences=... changes it") from None
-    if nodes.count > 1 and nodes.address is None:
-        raise InputError("--nodes: give --address HOST:PORT of the first machine, the same on every machine")
     load_rules(folder)
     model = ModelSpec.of({name: value for name, value in config.items() if name in ModelSpec.__dataclass_fields__})
     identity = {
@@ -274,6 +275,31 @@ def last_error(run: Path) -> str:
     errors = [line for line in lines if "Error" in line.split(":")[0] or "Error:" in line]
     causes = [line for line in errors if "ChildFailedError" not in line and "Signal" not in line]
     return (causes or errors or lines or ["no output"])[-1]
+
+
+def _reachable(nodes: Nodes) -> None:
+    """Raises `InputError` for machines that would wait for each other without end."""
+    if not 0 <= nodes.rank < nodes.count:
+        raise InputError(f"--node-rank {nodes.rank}: must be in 0..{nodes.count - 1}, as --nodes is {nodes.count}")
+    if nodes.address is None:
+        if nodes.count > 1:
+            raise InputError("--nodes: give --address HOST:PORT of the first machine, the same on every machine")
+        return
+    host, port = _host_and_port(nodes.address)
+    # A host may be a name, an IPv4 address, or an IPv6 address in brackets.
+    if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%\w+)?", host) or not re.fullmatch(r"\d{1,5}", port):
+        raise InputError(f"--address {nodes.address}: must be HOST:PORT of the first machine, such as host0:29500")
+    if not 0 < int(port) < 2**16:
+        raise InputError(f"--address {nodes.address}: the port must be in 1..65535")
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    """Splits HOST:PORT or [IPV6]:PORT; a part that is missing is empty."""
+    if address.startswith("["):
+        host, _, port = address[1:].partition("]:")
+    else:
+        host, _, port = address.partition(":")
+    return host, port
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -462,11 +488,11 @@ def _hardware(gpus: int) -> dict[str, Any]:
 def _command(launch: Launch, version: str) -> list[str]:
     """Returns the command that starts this version of the engine."""
     here, nodes = launch.gpus or launch.processes, launch.nodes
-    host, _, port = (nodes.address or "").partition(":")
+    host, port = _host_and_port(nodes.address or "")
     if launch.engine == "accelerate" and launch.gpus:
         multi_gpu = ["--multi_gpu"] if here * nodes.count > 1 else []
         place = ["--num_machines", str(nodes.count), "--machine_rank", str(nodes.rank)]
-        place += ["--main_process_ip", host, "--main_process_port", port or "29500"] if nodes.count > 1 else []
+        place += ["--main_process_ip", host, "--main_process_port", port] if nodes.count > 1 else []
         options = [
             "--num_processes",
             str(here * nodes.count),
@@ -486,7 +512,7 @@ def _command(launch: Launch, version: str) -> list[str]:
         "--master-addr",
         host,
         "--master-port",
-        port or "29500",
+        port,
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(here)]
     torchrun += place if nodes.count > 1 else ["--standalone"]
