@@ -392,6 +392,27 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(lab: Path, t
     assert not torn.exists()
 
 
+@pytest.mark.parametrize(
+    ("trained", "keep", "steps", "count"),
+    [(0, 3, 20, 4), (0, 5, 20, 6), (0, 3, 2, 2), (8, 3, 20, 3), (19, 3, 20, 1), (20, 3, 20, 0)],
+)
+def test_the_disk_must_have_room_for_every_checkpoint_that_a_run_adds(
+    trained: int, keep: int, steps: int, count: int, lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["batch.length=16", f"checkpoint.keep={keep}", "checkpoint.every=1"]
+    run = begun(lab, tmp_path / "run", trained=trained, steps=steps)
+    size = prepared(lab, run=run, steps=steps, given=given).about["parameters"] * launch.BYTES_A_PARAMETER
+    usage = shutil.disk_usage(lab)
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda folder: usage._replace(free=count * size))
+    prepared(lab, run=run, steps=steps, given=given)
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda folder: usage._replace(free=count * size - 1))
+    if count:
+        with pytest.raises(
+            InputError, match=rf"\d KiB are free; {count} checkpoints of .*keep {keep}, .* [1-9]\S* KiB"
+        ):
+            prepared(lab, run=run, steps=steps, given=given)
+
+
 def test_the_command_says_nodes_as_torchrun_does(lab: Path) -> None:
     text = prepared(lab, nodes=launch.Nodes(2, 1, "host:1234"), processes=4).text()
     assert "--nnodes 2 --node-rank 1 --master-addr host --master-port 1234" in text
@@ -681,6 +702,23 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_killed(lab: Path) -> N
         assert after[step, "train"] == pytest.approx(loss, rel=1e-4), "base_width scales the rates as in the study"
     weights = checkpoints.read_checkpoint(checkpoints.complete_checkpoints(lab / "trainer")[-1])
     assert weights["embed.weight"].shape == (256, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torchtitan", "accelerate"])
+def test_an_engine_keeps_as_many_checkpoints_as_asked(engine: str, lab: Path, tmp_path: Path) -> None:
+    given = ["batch.length=16", "checkpoint.every=1", "checkpoint.keep=3"]
+    ready = prepared(lab, run=tmp_path / "run", engine=engine, steps=6, given=given)
+    most = []
+
+    def count(run: Path) -> None:
+        most.append(len(list((run / "checkpoints").glob("step-*"))))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(launch, "RECORD_SECONDS", 0.0)
+        assert launch.start(ready, say=lambda line: None, record=count) == 0
+    assert [_step(each) for each in checkpoints.complete_checkpoints(tmp_path / "run")] == [4, 5, 6]
+    assert max(most) <= 4, "one more while the newest is written"
 
 
 SHARDED = """

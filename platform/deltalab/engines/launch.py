@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -180,7 +181,7 @@ def prepare(
         _same_training(run, earlier["recipe"], recipe, keep_warmup=keep_warmup)
     if engine == "accelerate":
         _readable(run, sharded=gpus > 0 and world > 1)
-    _room(run, size)
+    _room(run, size, recipe)
     provenance = written.get("provenance") or {}
     about = {
         "id": earlier.get("id") or uuid4().hex,
@@ -266,7 +267,7 @@ def raise_from_log(launch: Launch) -> None:
         complete = checkpoints.complete_checkpoints(launch.run)
         newest = f"{complete[-1]} is whole, and the same command goes on from it" if complete else None
         what_is_left = newest or "there is no checkpoint yet"
-        raise InputError(f"{launch.run}: the disk is full, {free / 2**30:.1f} GiB are free; {what_is_left}")
+        raise InputError(f"{launch.run}: the disk is full, {_amount(free)} are free; {what_is_left}")
 
 
 def last_error(run: Path) -> str:
@@ -462,15 +463,30 @@ def _readable(run: Path, *, sharded: bool) -> None:
             )
 
 
-def _room(run: Path, size: int) -> None:
-    """Raises `InputError` if the disk has no room for two checkpoints of `size` parameters."""
+def _room(run: Path, size: int, recipe: Mapping[str, Any]) -> None:
+    """Raises `InputError` if the disk has no room for the checkpoints that a run will add.
+
+    There is one more than `checkpoint.keep` while the newest is written, unless the run writes fewer.
+    """
     folder = next(parent for parent in (run, *run.parents) if parent.exists())
-    free, needed = shutil.disk_usage(folder).free, 2 * BYTES_A_PARAMETER * size
+    keep, every = (recipe["checkpoint"][name] for name in ("keep", "every"))
+    complete = [int(each.name.removeprefix("step-")) for each in checkpoints.complete_checkpoints(run)]
+    to_write = math.ceil(recipe["steps"] / every) - max(complete, default=0) // every
+    count = min(max(1, keep + 1 - len(complete)), to_write)
+    free, needed = shutil.disk_usage(folder).free, count * BYTES_A_PARAMETER * size
     if free < needed:
         raise InputError(
-            f"{folder}: {free / 2**30:.1f} GiB are free; two checkpoints of {size:,} parameters take "
-            f"{needed / 2**30:.1f}"
+            f"{folder}: {_amount(free)} are free; {count} checkpoints of {size:,} parameters (checkpoint.keep {keep}, "
+            f"and one while it is written) take {_amount(needed)}"
         )
+
+
+def _amount(size: int) -> str:
+    """Returns a number of bytes as text, in a unit that suits it."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size / 2**10:.1f} KiB"
 
 
 def _versions(engine: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from deltalab.training.recipe_keys import micro_batch
 
 from . import FOLDER, folder, lock, metrics_file
 from .batches import IGNORE, Batches, Rows, held_out
+from .kept import remove_oldest
 
 RECIPE = folder.recipe()
 HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
@@ -246,6 +247,28 @@ NAMES = {
 """torchtitan's name of a metric -> the split and the name in `metrics.jsonl`, and the factor between the units."""
 PER_GPU = ("throughput(tps)",)
 """The metrics that torchtitan measures for one GPU."""
+
+
+def keep_as_asked(manager: type[Any]) -> None:
+    """Makes a class of torchtitan's checkpoint managers keep as many checkpoints as the recipe says.
+
+    torchtitan itself keeps up to two more: it removes old checkpoints before the new one has a folder, and none after
+    the last step.
+    """
+    save = manager.save
+
+    def save_and_remove(self: Any, curr_step: int, last_step: bool = False) -> Any:
+        def remove() -> None:
+            if dist.get_rank() == 0 and (last_step or not curr_step % RECIPE["checkpoint"]["every"]):
+                remove_oldest(run_folder() / "checkpoints", RECIPE["checkpoint"]["keep"])
+
+        remove()
+        saved = save(self, curr_step, last_step=last_step)
+        if last_step:  # torchtitan waits until this checkpoint is whole
+            remove()
+        return saved
+
+    manager.save = save_and_remove
 
 
 def decay() -> tuple[str, float | None, float]:

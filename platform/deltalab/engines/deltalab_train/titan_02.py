@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torchtitan.config.job_config as settings
 from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
@@ -27,6 +28,7 @@ from . import FOLDER, titan
 from .titan import RECIPE
 
 NAME = "deltalab"
+titan.keep_as_asked(CheckpointManager)
 
 
 @dataclass
@@ -198,7 +200,7 @@ def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
         enable=True,
         folder="checkpoints",
         interval=RECIPE["checkpoint"]["every"],
-        keep_latest_k=RECIPE["checkpoint"]["keep"],
+        keep_latest_k=0,  # `titan.keep_as_asked` removes old checkpoints
         async_mode="async",
         last_save_model_only=False,
         initial_load_path=titan.weights_to_load(),

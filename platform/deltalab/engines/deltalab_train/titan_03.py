@@ -32,6 +32,7 @@ from .titan import RECIPE
 if not hasattr(dist, "set_timeout"):
     # torchtitan 0.3.0 calls this function, which torch 2.13 does not have yet.
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+titan.keep_as_asked(CheckpointManager)
 
 
 class Pretraining(titan.Pretraining, BaseModel):  # type: ignore[misc]
@@ -222,7 +223,7 @@ def pretrain() -> Trainer.Config:
             enable=True,
             folder="checkpoints",
             interval=RECIPE["checkpoint"]["every"],
-            keep_latest_k=RECIPE["checkpoint"]["keep"],
+            keep_latest_k=0,  # `titan.keep_as_asked` removes old checkpoints
             async_mode="async",
             last_save_model_only=False,
             initial_load_path=titan.weights_to_load(),

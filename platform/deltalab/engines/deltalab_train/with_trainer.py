@@ -4,7 +4,6 @@ accelerate launch -m deltalab_train.with_trainer
 """
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from deltalab.training.recipe_keys import micro_batch
 
 from . import FOLDER, folder, lock, metrics_file
 from .batches import Rows, batch
+from .kept import named_checkpoints, remove_oldest
 
 CHECKPOINTS = "checkpoints"
 
@@ -145,20 +145,9 @@ class Record(TrainerCallback):  # type: ignore[misc]
             target = folder / f"step-{state.global_step}"
             shutil.rmtree(target, ignore_errors=True)
             (folder / f"checkpoint-{state.global_step}").rename(target)
-            for old in named_checkpoints(folder)[: -self.keep]:
-                shutil.rmtree(old)
+            remove_oldest(folder, self.keep)
         self.trainer.accelerator.wait_for_everyone()
         self.since, self.step = time.perf_counter(), state.global_step
-
-
-def named_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints named `step-N`, which are complete, from the oldest to the newest."""
-    checkpoints = [
-        (int(match[1]), checkpoint)
-        for checkpoint in folder.glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", checkpoint.name))
-    ]
-    return [checkpoint for _, checkpoint in sorted(checkpoints)]
 
 
 def schedule(recipe: dict[str, Any]) -> dict[str, Any]:
