@@ -209,6 +209,7 @@ def test_the_harness_scores_a_local_task(folder: Path, tmp_path: Path, monkeypat
         right += scores.index(max(scores)) == row["answer"]
     assert (result.task, result.metric, result.examples, result.step) == ("sums", "acc", 6, 30)
     assert result.value == pytest.approx(right / 6)
+    assert result.stderr == pytest.approx(math.sqrt(right / 6 * (1 - right / 6) / 5)), "that of a mean of 6 answers"
 
 
 @pytest.fixture

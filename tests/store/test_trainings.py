@@ -18,6 +18,7 @@ from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, Store, TrialRecord, database
 from deltalab.store.trainings import add_evaluations, curves, measured, record, trainings
+from deltalab.study.reports.lines import training_cells
 from deltalab.study.reports.report import report
 
 APP = Path(deltalab_dashboard.__file__).parent / "app.py"
@@ -98,6 +99,20 @@ def test_recording_again_updates_and_never_doubles(store: Store, tmp_path: Path)
     assert (row.steps, row.losses["train"]) == (5, 3.5)
     assert row.evaluations == {"arc acc": 0.25}
     assert ("evaluation", "arc acc") not in measured(store)
+
+
+def test_a_result_keeps_its_standard_error_and_never_that_of_an_earlier_value(store: Store, tmp_path: Path) -> None:
+    result = {"step": 4, "task": "arc", "metric": "acc", "value": 0.25, "stderr": 0.05}
+    folder = run_folder(tmp_path / "run")
+    (folder / "evaluations.json").write_text(json.dumps({"evaluations": [result]}))
+    record(store, folder)
+    [row] = trainings(store)
+    assert (row.evaluations, row.stderrs) == ({"arc acc": 0.25}, {"arc acc": 0.05})
+    assert training_cells(row)[-1] == "arc acc 0.25 ± 0.05"
+    assert {split for split, _ in measured(store)} == {"train", "validation"}
+    for later in ({**result, "stderr": None}, result, {**result, "step": 6, "stderr": None}):
+        assert add_evaluations(store, row.run, [later])
+        assert trainings(store)[0].stderrs == ({"arc acc": 0.05} if later is result else {})
 
 
 def test_what_is_no_run_is_one_line(store: Store, tmp_path: Path) -> None:

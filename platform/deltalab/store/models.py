@@ -275,7 +275,10 @@ class Training(Base):
 
 
 class TrainingMetric(Base):
-    """A finite value of a metric at a step of a training. What `platform eval` measured has the split "evaluation"."""
+    """A finite value of a metric at a step of a training. What `platform eval` measured has the split "evaluation".
+
+    Standard errors of these values have the split "evaluation_stderr" and the names of the values.
+    """
 
     __tablename__ = "training_metric"
     __table_args__ = ({"sqlite_with_rowid": False},)

@@ -22,6 +22,8 @@ from deltalab.store.queries import Ledger
 RUN, METRICS, EVALUATIONS = "run.json", "metrics.jsonl", "evaluations.json"
 EVALUATION = "evaluation"
 """The split of the results of `platform eval`. In this split, a metric's name is `TASK METRIC`."""
+STDERR = "evaluation_stderr"
+"""The split of the standard errors of these results, which have the names of the results."""
 SPEED = "tokens_per_second"
 ROWS_AT_ONCE = 200
 
@@ -44,6 +46,7 @@ class TrainingRow:
         losses: split -> the last loss, in nats per token.
         tokens_per_second: The median speed over the run.
         evaluations: `TASK METRIC` -> value at the last step at which it was measured.
+        stderrs: `TASK METRIC` -> the standard error of this value, where it is known.
         about: `run.json` without the command, which may hold a database's password.
     """
 
@@ -60,6 +63,7 @@ class TrainingRow:
     losses: dict[str, float] = field(default_factory=dict)
     tokens_per_second: float | None = None
     evaluations: dict[str, float] = field(default_factory=dict)
+    stderrs: dict[str, float] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,12 +124,12 @@ def add_evaluations(store: Store, run: str, evaluations: Sequence[Mapping[str, A
 
     Args:
         run: The id of the run.
-        evaluations: Mappings with the keys step, task, metric and value.
+        evaluations: Mappings with the keys step, task, metric and value, and perhaps stderr.
 
     Returns:
         Whether the ledger has a training of this run.
     """
-    metrics = {_evaluation(row): float(row["value"]) for row in evaluations if math.isfinite(row["value"])}
+    metrics = _results(evaluations)
     with store._writing() as session:
         training = session.scalar(select(Training.id).where(Training.run == run))
         if training is not None:
@@ -153,7 +157,11 @@ def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
 @waited
 def measured(store: Ledger) -> list[tuple[str, str]]:
     """Returns the pairs (split, metric) for which trainings have curves. Results of `platform eval` are left out."""
-    rows = select(TrainingMetric.split, TrainingMetric.name).distinct().where(TrainingMetric.split != EVALUATION)
+    rows = (
+        select(TrainingMetric.split, TrainingMetric.name)
+        .distinct()
+        .where(TrainingMetric.split.not_in((EVALUATION, STDERR)))
+    )
     with store._reading() as session:
         return sorted((split, name) for split, name in session.execute(rows))
 
@@ -224,18 +232,19 @@ def _metrics(file: Path) -> Metrics:
 def _evaluations(file: Path) -> Metrics:
     """Reads an `evaluations.json`."""
     try:
-        return {
-            _evaluation(row): float(row["value"])
-            for row in _json(file)["evaluations"]
-            if row["value"] is not None and math.isfinite(row["value"])
-        }
+        return _results(_json(file)["evaluations"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file}: holds no evaluations: {type(error).__name__}: {error}") from None
 
 
-def _evaluation(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Returns the split, name and step of an evaluation."""
-    return EVALUATION, f"{row['task']} {row['metric']}", int(row["step"] or 0)
+def _results(rows: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Returns the values of evaluations, and their standard errors. Those that are not finite are left out."""
+    metrics: Metrics = {}
+    for row in rows:
+        for split, value in ((EVALUATION, row["value"]), (STDERR, row.get("stderr"))):
+            if value is not None and math.isfinite(value):
+                metrics[split, f"{row['task']} {row['metric']}", int(row["step"] or 0)] = float(value)
+    return metrics
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -261,6 +270,8 @@ def _write(session: Session, training_id: int, metrics: Metrics) -> None:
         )
     }
     stale = [key for key, value in metrics.items() if known.get(key, value) != value]
+    # A standard error must not outlive the value that it belongs to.
+    stale += [key for key in known.keys() - metrics.keys() if key[0] == STDERR and (EVALUATION, *key[1:]) in metrics]
     for start in range(0, len(stale), ROWS_AT_ONCE):
         in_group = tuple_(table.split, table.name, table.step).in_(stale[start : start + ROWS_AT_ONCE])
         session.execute(delete(table).where(table.training_id == training_id, in_group))
@@ -314,6 +325,11 @@ def _row(session: Session, training: Training) -> TrainingRow:
         losses={split: value for (split, name), (_, value) in sorted(finals.items()) if name == "loss"},
         tokens_per_second=statistics.median(speeds) if speeds else None,
         evaluations={name: value for (split, name), (_, value) in sorted(finals.items()) if split == EVALUATION},
+        stderrs={
+            name: value
+            for (split, name), (step, value) in sorted(finals.items())
+            if split == STDERR and finals.get((EVALUATION, name), (None,))[0] == step
+        },
         about={key: value for key, value in training.about.items() if key != "command"},
     )
 

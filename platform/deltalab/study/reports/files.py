@@ -198,12 +198,15 @@ def _ladder_records(ladder: TaskLadder) -> Iterator[dict[str, Any]]:
 
 
 def _training_record(row: TrainingRow) -> dict[str, Any]:
-    record = {key: value for key, value in asdict(row).items() if key not in ("losses", "evaluations", "about")}
+    record = {
+        key: value for key, value in asdict(row).items() if key not in ("losses", "evaluations", "stderrs", "about")
+    }
     return {
         **record,
         "train_loss": row.losses.get("train"),
         "validation_loss": row.losses.get("validation"),
         "evaluations": row.evaluations,
+        "stderrs": row.stderrs,
     }
 
 

@@ -101,7 +101,10 @@ def training_cells(row: TrainingRow) -> list[str]:
         f"{row.tokens:,}",
         *losses,
         "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-        ", ".join(f"{name} {value:.4g}" for name, value in row.evaluations.items()),
+        ", ".join(
+            f"{name} {value:.4g}" + (f" ± {row.stderrs[name]:.2g}" if name in row.stderrs else "")
+            for name, value in row.evaluations.items()
+        ),
     ]
 
 
