@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+NEAR = 0.65
+"""The least likeness of a name that is suggested: `silu` for `slu` has 0.86, `rms` for `rsm` 0.67."""
+
 
 class InputError(ValueError):
     """The user's input is wrong. The message is one line that says what is allowed."""
@@ -56,10 +59,22 @@ def unknown(what: str, given: object, allowed: Iterable[object], *, where: str =
     Examples:
         >>> print(unknown("rule", "comb", ["comba", "mamba2"]))
         unknown rule 'comb'; did you mean 'comba'? allowed: comba, mamba2
+
+        Of dotted keys, only what follows a shared beginning is compared:
+
+        >>> print(unknown("setting", "model.moe", ["model.rope", "model.d_model"]))
+        unknown setting 'model.moe'; allowed: model.rope, model.d_model
+        >>> print(unknown("setting", "model.rop", ["model.rope", "model.d_model"]))
+        unknown setting 'model.rop'; did you mean 'model.rope'? allowed: model.rope, model.d_model
     """
     names = [str(name) for name in allowed]
     given = shortened(str(given), 100)
-    near = get_close_matches(given, names, n=1)
-    hint = f" did you mean '{near[0]}'?" if near else ""
+    start = given[: given.rfind(".") + 1]
+    if not any(name.startswith(start) for name in names):
+        start = ""
+    # Without the beginning that they share, `model.moe` is not near `model.rope`.
+    beside = [name.removeprefix(start) for name in names if name.startswith(start)]
+    near = get_close_matches(given.removeprefix(start), beside, n=1, cutoff=NEAR)
+    hint = f" did you mean '{start}{near[0]}'?" if near else ""
     listing = ", ".join(names) or "nothing"
     return InputError(f"{where + ': ' if where else ''}unknown {what} '{given}';{hint} allowed: {listing}")

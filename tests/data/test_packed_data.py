@@ -608,3 +608,10 @@ def test_a_model_learns_packed_tokens(packed_bpe: Path) -> None:
     before, after = task.chance, result.runs[0].final("test", "bits_per_byte")
     assert after < 0.8 * before
     assert result.runs[0].final("test", "bits_per_byte@64") < 0.8 * before
+
+
+def test_a_share_after_a_path_is_no_configuration_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    with pytest.raises(InputError, match=r"corpus is one, and a path takes no ':0\.7'") as refused:
+        find([f"{tmp_path / 'corpus'}:0.7"], Reading())
+    assert "\n" not in str(refused.value)

@@ -279,6 +279,15 @@ def test_a_run_goes_on_only_with_what_it_was_trained_with(
     assert prepared(lab, run=begun(lab, tmp_path / "new", trained=0), given=given).run == tmp_path / "new"
 
 
+def test_a_run_in_place_of_an_exported_folder_is_named_as_such(lab: Path, tmp_path: Path) -> None:
+    run = begun(lab, tmp_path / "run", trained=8)
+    shutil.copy(lab / "model/recipe.yaml", run)
+    with pytest.raises(
+        InputError, match=f"run: is a run, .*; `platform train {lab}/model --out {run}` with the options"
+    ):
+        launch.prepare(run, lab / "packed", gpus=0)
+
+
 def test_steps_that_only_metrics_tell_of_count_as_trained(lab: Path, tmp_path: Path) -> None:
     run = begun(lab, tmp_path / "run", trained=0)
     lines = [json.dumps({"step": step, "split": "train", "name": "loss", "value": 1.0}) + "\n" for step in (1, 2)]

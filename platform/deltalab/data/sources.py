@@ -98,6 +98,12 @@ def _source(name: str, reading: Reading) -> Source:
             return Source(name, ((path, path.stat().st_size),))
     except OSError as error:
         raise InputError(f"{error.filename or name}: cannot be read: {error.strerror}") from None
+    before, colon, after = name.rpartition(":")
+    if colon and Path(before).expanduser().exists():
+        raise InputError(
+            f"{name}: no such file or folder; {before} is one, and a path takes no ':{after}': NAME:CONFIG is for data "
+            "sets of the Hub, and each source is packed whole"
+        )
     if path.is_absolute() or name.count("/") > 1 or path.suffix in (".txt", ".json", ".gz", PARQUET, *JSONL):
         beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
         near = get_close_matches(path.name, beside, n=1)
@@ -193,7 +199,8 @@ def _of_hub(name: str, field: str) -> Iterator[bytes]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"{name}: is no file or folder, and datasets cannot load it: {reason}") from None
+        what = f"; '{config}' is read as a configuration of the data set '{dataset}'" if config else ""
+        raise InputError(f"{name}: is no file or folder, and datasets cannot load it: {reason}{what}") from None
 
 
 def _text(row: dict[str, Any], field: str, where: str) -> bytes:

@@ -305,6 +305,12 @@ def _host_and_port(address: str) -> tuple[str, str]:
 
 def _config(folder: Path) -> dict[str, Any]:
     """Returns the contents of `config.json` in an exported folder."""
+    if (folder / "run.json").is_file():
+        export = read_json(folder / "run.json").get("export", "EXPORT")
+        raise InputError(
+            f"{folder}: is a run, not an exported folder; `platform train {export} --out {folder}` with the options of "
+            "before goes on with it"
+        )
     try:
         config = read_json(folder / "config.json")
     except (OSError, InputError):
