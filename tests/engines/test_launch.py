@@ -584,10 +584,10 @@ def losses(run: Path) -> dict[tuple[int, str], float]:
     return {(row["step"], row["split"]): row["value"] for row in rows if row["name"] == "loss"}
 
 
-def as_a_study_trains(lab: Path, run: str, *, shifted: bool = False) -> dict[int, float]:
+def as_a_study_trains(lab: Path, run: str) -> dict[int, float]:
     """The losses of the first 3 steps of a run, by a study's own learning rates of every parameter.
 
-    shifted: the last token of a row is no target. The rates of steps are those that the engine says.
+    The rates of steps are those that the engine says.
     """
     about = json.loads((lab / run / "run.json").read_text())
     recipe = about["recipe"]
@@ -603,10 +603,8 @@ def as_a_study_trains(lab: Path, run: str, *, shifted: bool = False) -> dict[int
     rows, found = Rows(Packed(lab / "packed").split("train"), length, recipe["seed"]), {}
     for step in (1, 2, 3):
         tokens = torch.from_numpy(np.stack([rows[index][0] for index in range((step - 1) * size, step * size)]))
-        inputs = tokens[:, :-1]
-        targets = inputs[:, 1:] if shifted else tokens[:, 1:]
-        logits = model(inputs)[:, : targets.shape[1]]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
         for group, lr in zip(optimizer.param_groups, shares, strict=True):
@@ -707,7 +705,7 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_killed(lab: Path) -> N
     assert max(after)[0] == 8
     for step in range(newest + 1, max(before)[0] + 1):
         assert after[step, "train"] == pytest.approx(before[step, "train"], rel=1e-4)
-    for step, loss in as_a_study_trains(lab, "trainer", shifted=True).items():
+    for step, loss in as_a_study_trains(lab, "trainer").items():
         assert after[step, "train"] == pytest.approx(loss, rel=1e-4), "base_width scales the rates as in the study"
     weights = checkpoints.read_checkpoint(checkpoints.complete_checkpoints(lab / "trainer")[-1])
     assert weights["embed.weight"].shape == (256, 16)
@@ -786,7 +784,7 @@ def test_a_sharded_trainer_trains_as_base_width_asks_and_goes_on_so(lab: Path, t
         return [{name: tuple(value) for name, value in json.loads(text).items()} for text in texts]
 
     before = trained()
-    for step, loss in as_a_study_trains(lab, "sharded", shifted=True).items():
+    for step, loss in as_a_study_trains(lab, "sharded").items():
         assert before[step, "train"] == pytest.approx(loss, rel=1e-5), "each matrix has its share of the rate"
     config = json.loads((lab / "model/config.json").read_text())
     model = build_model({field.name: config[field.name] for field in fields(ModelSpec)})

@@ -211,6 +211,23 @@ def test_the_loss_of_training_needs_no_logits(model: DeltaLabForCausalLM) -> Non
         model.eval()
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_targets_that_are_shifted_already_lose_no_token(train: bool) -> None:
+    model, ids, left = made(rule="gla").train(train), tokens(2, 9), tokens(2, 9, seed=1)
+    left[0, 3] = -100
+    logits = model(input_ids=ids).logits
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), left.flatten())
+    found = model(input_ids=ids, labels=ids, shift_labels=left).loss
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=0)
+    bounds = torch.arange(9).tile(2)[None]  # two rows packed into one
+    packed = model(
+        input_ids=ids.view(1, 18), labels=ids.view(1, 18), shift_labels=left.view(1, 18), position_ids=bounds
+    )
+    torch.testing.assert_close(packed.loss.double(), want, rtol=1e-6, atol=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shift_lables'"):
+        model(input_ids=ids, labels=ids, shift_lables=left)
+
+
 def test_training_alone_has_the_z_loss() -> None:
     model, ids = made(rule="gla"), tokens(2, 9)
     plain = model(input_ids=ids, labels=ids).loss

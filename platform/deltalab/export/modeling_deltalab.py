@@ -342,6 +342,7 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
         max_length_k: int | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        **shifted: Tensor,
     ) -> CausalLMOutputWithPast:
         """Computes the logits [B, T, vocab] after tokens [B, T] or their embeddings [B, T, d], or the loss.
 
@@ -374,10 +375,17 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
             output_attentions: Must be false: there are none.
             output_hidden_states: Whether to return the embeddings, what each block but the last returns, and the
                 vectors after the last norm.
+            **shifted: `shift_labels`, the token to predict after each token, [B, T], in place of shifted `labels`. It
+                is no argument of its own, because transformers asks a Trainer's batches for all arguments with
+                "label" in their names.
 
         Raises:
+            TypeError: If there is another argument.
             ValueError: If inputs contradict each other, or if attentions are asked for.
         """
+        targets = shifted.pop("shift_labels", None)
+        if shifted:
+            raise TypeError(f"forward() got an unexpected keyword argument '{next(iter(shifted))}'")
         read = self._read(
             input_ids,
             attention_mask,
@@ -396,7 +404,9 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
         if labels is None:
             logits, loss = self.model.logits(read.spread(hidden)[:, -logits_to_keep:]), None
         else:
-            targets = _targets(labels if packing is None else packing.pack(labels), bounds)
+            given = labels if targets is None else targets
+            given = given if packing is None else packing.pack(given)
+            targets = _targets(given, bounds) if targets is None else given
             default_loss = self.loss_function is ForCausalLMLoss
             if (self.training and default_loss) if skip_logits is None else skip_logits:
                 z = self.z_loss if self.training else 0.0

@@ -53,22 +53,23 @@ class FirstRows(Dataset[Any]):
 
 
 class Collate:
-    """Makes batches of the model's inputs from rows. Labels are the tokens themselves, which the model shifts."""
+    """Makes batches of the model's inputs from rows, with the token after each as `shift_labels`.
+
+    Trainer counts `shift_labels`, and only if there are `labels`.
+    """
 
     def __init__(self, length: int, documents: str) -> None:
         self.length, self.documents = length, documents
 
     def __call__(self, rows: Sequence[tuple[Any, Any]]) -> dict[str, Tensor]:
         """Makes the inputs of a batch."""
-        packed, _ = batch(list(rows), self.length, self.documents)
+        packed, targets = batch(list(rows), self.length, self.documents)
         tokens, bounds = packed["tokens"], packed.get("cu_seqlens")
-        labels = tokens.clone()
-        inputs = {"input_ids": tokens, "labels": labels}
+        inputs = {"input_ids": tokens, "labels": tokens, "shift_labels": targets}
         if bounds is not None:
             bounds = bounds.long()
             lengths = bounds.diff()
             inputs["position_ids"] = (torch.arange(tokens.shape[1]) - bounds[:-1].repeat_interleave(lengths))[None]
-            labels[0, bounds[:-1]] = -100  # nothing precedes the first token of a document
         return inputs
 
 
