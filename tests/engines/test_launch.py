@@ -660,7 +660,9 @@ def test_five_commands_take_a_winner_to_an_evaluated_model(tmp_path: Path) -> No
 
     sizes = ["model.vocab_size=256", "recipe.batch.length=32", "recipe.batch.sequences=8", "recipe.steps=12"]
     given = [each for size in sizes for each in ("--set", size)]
-    platform(lab, "export", "s", "model", "--best", "--to", "torchtitan", "--tokenizer", "bytes", *given)
+    refused = platform(lab, "export", "s", "model", "--best", check=False)
+    assert "arms base, wide have the same accuracy 0, so that none is best: name one with --arm" in refused.stderr
+    platform(lab, "export", "s", "model", "--arm", "base", "--to", "torchtitan", "--tokenizer", "bytes", *given)
     platform(lab, "data", "pack", "text.txt", "--out", "packed", "--separator", "\n\n", "--split", SPLIT)
 
     newest = kill_after(lab, 2, "run", train("run", "torchtitan"))

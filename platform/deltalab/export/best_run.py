@@ -127,6 +127,12 @@ def _best_arm(store: Store, study_id: int, task: str) -> tuple[str, str]:
     best = table.best
     if best is None:
         raise InputError(f"no arm has a score on task '{task}' yet: run the study first, or name one with --arm")
+    equal = [row.arm for row in table.rows if row.score.mean == best.score.mean]
+    if len(equal) > 1:
+        raise InputError(
+            f"arms {', '.join(equal)} have the same {table.metric} {best.score.mean:.4g}, so that none is best: name "
+            "one with --arm"
+        )
     score = f"{table.metric} {format_interval(best.score)}"
     if best.is_base:
         return best.arm, f" (no arm has a better {score})"
