@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "token shift": {"rule": "rwkv7", "token_shift": True},
     "attention over depth": {"rule": "gla", "attention_residuals": 2},
     "capped logits": {"rule": "gla", "logit_cap": 2.0},
+    "experts": {"rule": "gla", "experts": {"count": 4, "width": 8, "balance": 0}},
 }
 
 
@@ -226,6 +227,28 @@ def test_targets_that_are_shifted_already_lose_no_token(train: bool) -> None:
     torch.testing.assert_close(packed.loss.double(), want, rtol=1e-6, atol=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'shift_lables'"):
         model(input_ids=ids, labels=ids, shift_lables=left)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_training_alone_has_the_balance_loss_of_experts() -> None:
+    model, plain = (made(rule="gla", experts={"count": 4, "balance": b}) for b in (0.3, 0))
+    row, mask = padded(texts(5, 9), left=False)
+    tokens_alone = model.model.train().read(row, attention_mask=mask)[1]
+    assert tokens_alone is not None
+    assert tokens_alone > 0.5
+    model.eval()
+    for given, share in (({}, 1), ({"num_items_in_batch": 24}, 0.5)):  # 4 + 8 targets
+        for skip in (True, False):
+            of = {"input_ids": row, "attention_mask": mask, "labels": row, "skip_logits": skip, **given}
+            close(model.eval()(**of).loss, plain.eval()(**of).loss)
+            close(model.train()(**of).loss, plain(**of).loss + share * tokens_alone)
+    weight = model.model.blocks[0].mlp.router.weight
+    (right,) = torch.autograd.grad(model(**of).loss, weight)
+    model.gradient_checkpointing_enable()  # what transformers does by default
+    close(torch.autograd.grad(model(**of).loss, weight)[0], right)
+    with pytest.raises(ValueError, match="no gradient under reentrant checkpoints"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
 def test_training_alone_has_the_z_loss() -> None:

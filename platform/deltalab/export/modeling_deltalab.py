@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 
 from deltalab.models.block import Block
 from deltalab.models.layer import LayerCache, initialize, shard_gates
-from deltalab.models.model import Model, parameter_groups
+from deltalab.models.model import Model, balance_of, parameter_groups
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
 
@@ -115,6 +115,7 @@ class Reading(NamedTuple):
         cache: The cache after the tokens; None without one.
         states: The embeddings, what each block but the last returns, and the vectors after the last norm, each
             [B, T, d]; None if they were not asked for.
+        balance: The balance losses of experts, in training; None if there are none.
     """
 
     hidden: Tensor
@@ -122,6 +123,7 @@ class Reading(NamedTuple):
     bounds: Tensor | None
     cache: StateCache | None
     states: tuple[Tensor, ...] | None
+    balance: Tensor | None
 
     def spread(self, y: Tensor) -> Tensor:
         """Returns vectors of all tokens as rows [B, T, ...]."""
@@ -159,6 +161,12 @@ class DeltaLabModel(PreTrainedModel):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
+        how = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and how.get("use_reentrant") and self.model.spec.balances:
+            raise ValueError(
+                "the balance loss of model.experts has no gradient under reentrant checkpoints: give "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
         self.gradient_checkpointing = enable
         self._checkpoint, self._every_n_layers = gradient_checkpointing_func, every_n_layers
 
@@ -263,7 +271,7 @@ class DeltaLabModel(PreTrainedModel):
         )
         if cache is not None:
             cache.states, cache.seen = after, cache.seen + (x.shape[1] if packing is None else packing.shape[1])
-        read = Reading(hidden, packing, bounds, cache, None)
+        read = Reading(hidden, packing, bounds, cache, None, balance_of(after))
         if not output_hidden_states:
             return read
         return read._replace(states=tuple(map(read.spread, (x, *between[:-1], hidden))))
@@ -421,6 +429,10 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
                     num_items_in_batch=num_items_in_batch,
                 )
                 logits = read.spread(logits)[:, -logits_to_keep:]
+            if read.balance is not None:
+                # This call's share of the batch whose losses are divided by num_items_in_batch.
+                share = 1 if num_items_in_batch is None else (targets != -100).sum() / num_items_in_batch
+                loss = loss + read.balance * share
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=read.cache, hidden_states=read.states)
 
 
@@ -468,6 +480,7 @@ class DeltaLabForSequenceClassification(DeltaLabModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=scores, config=self.config)
+            loss = loss if read.balance is None else loss + read.balance
         return SequenceClassifierOutputWithPast(loss=loss, logits=scores, hidden_states=read.states)
 
 

@@ -99,6 +99,8 @@ def widened(model: ModelSpec, scale: Scale, vocabulary: int) -> dict[str, Any]:
     new: dict[str, Any] = {"vocab_size": vocabulary, "d_model": scale.d_model, "heads": heads}
     before = {name: getattr(model, name) for name in ("key_dim", "qk_heads", "kv_heads", "gate_rank", "mlp_width")}
     new |= _proportional(before, model, model.heads, heads, scale)
+    if model.experts is not None and (width := model.experts["width"]):
+        new["experts"] = {**model.experts, "width": max(1, round(width * scale.d_model / model.d_model))}
     if not isinstance(model.layers, int):
         new["layers"] = tuple(_entry(entry, model, scale) for entry in model.layers)
     return {name: value for name, value in new.items() if value != getattr(model, name)}

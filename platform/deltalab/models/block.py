@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.models.depth import DepthNorm, Outputs
+from deltalab.models.experts import Experts
 from deltalab.models.layer import CacheSize, LayerCache, RuleLayer, shifted
 from deltalab.models.module_layer import ModuleLayer
 from deltalab.models.spec import ROPE, ModelSpec
-from deltalab.models.start import Linear, Started, Uniform, linear
+from deltalab.models.start import Linear, Matrices, Started, Uniform, linear
 from deltalab.ops.backends import automatic
 from deltalab.ops.convolution import tail_of
 from deltalab.ops.norm import ResidualNorm, RMSNorm
@@ -21,6 +22,9 @@ from deltalab.own_module import OwnModule
 
 CANON = 4
 """The tokens that a canon layer reads."""
+
+LAST = ("mixer.out", "beside.mixer.out", "mlp.out", "mlp.shared.out")
+"""The last matrices of mixers and MLPs in a block."""
 
 
 def swiglu_width(d_model: int) -> int:
@@ -64,6 +68,26 @@ def _swiglu(x: Tensor) -> Tensor:
         return kernel(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def make_mlp(spec: ModelSpec, shrink: float) -> SwiGLU | Experts:
+    """Makes the MLP of a block, or its experts.
+
+    Args:
+        spec: The specification of the layer, `ModelSpec.at`.
+        shrink: The factor of the standard deviation at which last matrices start.
+    """
+    given = spec.experts
+    if given is None:
+        width = spec.mlp_width or 8 * spec.d_model / 3
+        return SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
+    used = given["top"] + given["shared"]
+    hidden = given["width"] or -(-(spec.mlp_width or swiglu_width(spec.d_model)) // (8 * used)) * 8
+    shared, all_shared = None, given["shared"] * hidden
+    if all_shared:
+        shared = SwiGLU(spec.d_model, hidden=all_shared, out_std=shrink * all_shared**-0.5)
+    how = {"hidden": hidden, "shared": shared, "out_std": shrink * hidden**-0.5, "balance": given["balance"]}
+    return Experts(spec.d_model, given["count"], given["top"], **how)
 
 
 def make_norm(spec: ModelSpec) -> ResidualNorm | DepthNorm:
@@ -203,18 +227,16 @@ class Block(nn.Module):
         self.beside: Beside | None = None
         if (second := spec.second()) is not None:
             self.beside = Beside(make_mixer(second, depth), spec.d_model, spec.norm_eps, shrink)
-        self.mlp: SwiGLU | None = None
+        self.mlp: SwiGLU | Experts | None = None
         if spec.mlp and spec.block == "transformer":
             self.mlp_norm = make_norm(spec)
-            width = spec.mlp_width or 8 * spec.d_model / 3
-            self.mlp = SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
-        widths = {"A": spec.d_model, "C": spec.d_model, "D": 0 if self.mlp is None else 2 * self.mlp.hidden}
+            self.mlp = make_mlp(spec, shrink)
+        inside = 2 * self.mlp.hidden if isinstance(self.mlp, SwiGLU) else 0
+        widths = {"A": spec.d_model, "C": spec.d_model, "D": inside}
         if spec.init_std is not None:
             for path, part in self.named_modules():
-                if isinstance(part, Linear):
-                    part.restart(
-                        spec.init_std * (shrink if path in ("mixer.out", "beside.mixer.out", "mlp.out") else 1.0)
-                    )
+                if isinstance(part, Linear | Matrices):
+                    part.restart(spec.init_std * (shrink if path in LAST else 1.0))
         self.canon = nn.ModuleDict({place: Canon(widths[place]) for place in spec.canon})
 
     def forward(
@@ -238,7 +260,7 @@ class Block(nn.Module):
         branch, cache = self._mixed(normed, cache, cu_seqlens)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
-            branch = self.mlp(normed)
+            branch, cache = self._fed(normed, cache)
         return x, branch, cache
 
     def _mixed(
@@ -249,6 +271,16 @@ class Block(nn.Module):
             return y, new
         both: tuple[Tensor, LayerCache] = self.beside(x, y, new, None if cache is None else cache.beside, cu_seqlens)
         return both
+
+    def _fed(
+        self, x: Tensor, cache: LayerCache, canon: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """Computes the MLP of x, and the cache with the balance loss of its experts."""
+        assert self.mlp is not None
+        if isinstance(self.mlp, Experts):
+            y, balance = self.mlp(x)
+            return y, replace(cache, balance=balance)
+        return self.mlp(x, canon), cache
 
     def cache_size(self, cache: LayerCache) -> CacheSize:
         """Returns the number of elements in a cache, by what they are for."""
@@ -278,5 +310,6 @@ class Block(nn.Module):
         branch, cache = self._mixed(canon("A", normed), cache, packed)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
-            branch = self.mlp(canon("C", normed), (lambda z: canon("D", z)) if "D" in self.canon else None)
+            inner = (lambda z: canon("D", z)) if "D" in self.canon else None
+            branch, cache = self._fed(canon("C", normed), cache, inner)
         return x, branch, replace(cache, canon=tuple(tails[place] for place in self.canon))

@@ -69,6 +69,8 @@ class LayerCache:
             several lengths. `state` is then empty.
         canon: The last inputs of each canon layer of the block, [B, W - 1, C], in the order of `Block.canon`.
         beside: The memory of the second mixer of the block, if there is one.
+        balance: The balance loss of the block's experts on the tokens just read, []; None if there is none. It is no
+            memory: nothing reads it later.
     """
 
     conv: Tensor
@@ -78,6 +80,7 @@ class LayerCache:
     apart: tuple[State, ...] = ()
     canon: tuple[Tensor, ...] = ()
     beside: "LayerCache | None" = None
+    balance: Tensor | None = None
 
     def numel(self) -> int:
         """Returns the number of elements in these tensors."""

@@ -72,6 +72,16 @@ def places(x: Tensor, at: Tensor | None) -> Tensor:
     return x if at is None else x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
+def balance_of(caches: list[LayerCache]) -> Tensor | None:
+    """Sums the balance losses of all blocks, [], as Switch does; None outside of training, and without experts.
+
+    Each is that of the tokens of one call of the model. So a batch in parts, on several processes or in turn, balances
+    each part.
+    """
+    losses = [cache.balance for cache in caches if cache.balance is not None]
+    return torch.stack(losses).sum() if losses else None
+
+
 class Model(Started):
     """A language model, which maps tokens [B, T] to logits [B, T, vocab]."""
 
@@ -112,7 +122,8 @@ class Model(Started):
     def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Tensor | None) -> Tensor:
         """Computes the mean cross-entropy of the logits with targets, in at least fp32.
 
-        The logits of all positions are never held at once, and their gradient is made in the forward pass.
+        The logits of all positions are never held at once, and their gradient is made in the forward pass. In training
+        mode, the loss has the balance loss of `experts`.
 
         Args:
             tokens: Tokens, [B, T].
@@ -123,7 +134,9 @@ class Model(Started):
         Raises:
             InputError: As for `features`, or targets have another shape than tokens.
         """
-        return head_loss(self.features(tokens, **packing), self.head, targets, ignore=ignore, cap=self.spec.logit_cap)
+        features, balance = self.read(tokens, **packing)
+        loss = head_loss(features, self.head, targets, ignore=ignore, cap=self.spec.logit_cap)
+        return loss if balance is None else loss + balance
 
     def features(
         self,
@@ -144,19 +157,31 @@ class Model(Started):
         Raises:
             InputError: Tokens have another form, or sequences are packed or padded and the readout is `last`.
         """
+        return self.read(tokens, at, cu_seqlens=cu_seqlens, attention_mask=attention_mask)[0]
+
+    def read(
+        self,
+        tokens: Tensor,
+        at: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes `features`, and the balance loss as `balance_of` sums it, which is to be added to a mean loss."""
         _check_tokens(tokens)
         if self.rebuild is None:
             packing = Packing.of_padded(tokens, attention_mask, cu_seqlens)
             if packing is None:
-                return self._scaled(self.transform(self.embed(tokens), at=at, cu_seqlens=cu_seqlens)[0])
-            hidden, _ = self.transform(self.embed(packing.pack(tokens)), cu_seqlens=packing.cu_seqlens)
-            return places(self._scaled(packing.unpack(hidden)), at)
+                hidden, caches = self.transform(self.embed(tokens), at=at, cu_seqlens=cu_seqlens)
+                return self._scaled(hidden), balance_of(caches)
+            hidden, caches = self.transform(self.embed(packing.pack(tokens)), cu_seqlens=packing.cu_seqlens)
+            return places(self._scaled(packing.unpack(hidden)), at), balance_of(caches)
         if cu_seqlens is not None or attention_mask is not None:
             raise InputError(
                 "model.readout is 'last': a model that rebuilds whole sequences takes none packed or padded"
             )
-        hidden, _ = self.hidden(tokens)
-        return places(self._scaled(self.rebuild(hidden)), at)
+        hidden, caches = self.hidden(tokens)
+        return places(self._scaled(self.rebuild(hidden)), at), balance_of(caches)
 
     @property
     def head(self) -> Tensor:
@@ -225,9 +250,10 @@ class Model(Started):
         """Trains with `BlockGraphs`, on one GPU. Graphs help if batches are too small for the host to keep up.
 
         There are no graphs for batches of another shape than the first, for packed rows, with activation checkpointing,
-        with attention over depth, and for a forward pass that comes before the backward pass of the last forward pass.
+        with attention over depth, with a balance loss of experts, and for a forward pass that comes before the backward
+        pass of the last forward pass.
         """
-        if not self.spec.attention_residuals:
+        if not self.spec.attention_residuals and not self.spec.balances:
             self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ RULE = "rule"
 CANONS = ("A", "C", "D")
 """The places of canon layers in a block."""
 
+EXPERTS: dict[str, Any] = {"count": 8, "top": 2, "shared": 1, "width": None, "balance": 0.01}
+"""The keys of `ModelSpec.experts`, with their defaults."""
+
 MIXER = "mixer"
 """A key of a model that names a module in place of a rule: {module: ..., kwargs: {...}}."""
 
@@ -75,6 +78,8 @@ MOST = {
     "gate_rank": 2**16,
     "mlp_width": 2**20,
     "base_width": 2**16,
+    "experts.count": 2**12,
+    "experts.width": 2**20,
     "window": 2**31 - 1,
     "chunk_size": 2**16,
 }
@@ -130,6 +135,11 @@ class ModelSpec:
             depth.
         mlp: Whether `transformer` blocks have a SwiGLU; false in `mamba` blocks.
         mlp_width: The hidden width of the SwiGLU; None for 8/3 d_model, rounded up to a multiple of 8.
+        experts: A mixture of experts in place of each SwiGLU, {count: 8, top: 2, shared: 1, width: null, balance: 0.01}
+            or some of these. None for none. Each token uses the `top` of `count` experts that its router weighs most,
+            with weights that sum to 1, and all `shared` ones. `width` is the hidden width of an expert. If it is null,
+            those that a token uses have the width of the SwiGLU together, rounded up to a multiple of 8. `balance` is
+            the weight of the balance loss in the loss that is trained on. No token is dropped. Time grows with `count`.
         canon: Where each block has canon layers, x_t + sum_i w_i x_{t-i} over four tokens: A before the mixer, C before
             the MLP, D before the MLP's activation. B, on q, k and v, is what `conv` is for.
         attention_residuals: What each mixer and MLP reads. 0 is the sum of the embedding and of all outputs before. A
@@ -183,6 +193,7 @@ class ModelSpec:
     block: Literal["transformer", "mamba"] = "transformer"
     mlp: bool = True
     mlp_width: int | None = field(default=None, metadata=LATER)
+    experts: Mapping[str, Any] | None = field(default=None, metadata=LATER)
     canon: tuple[Literal["A", "C", "D"], ...] = field(default=(), metadata=LATER)
     attention_residuals: int = field(default=0, metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
@@ -403,6 +414,11 @@ class ModelSpec:
         return layer in self.attention
 
     @property
+    def balances(self) -> bool:
+        """Whether the loss that is trained on has a balance loss of experts."""
+        return self.experts is not None and self.experts["balance"] > 0
+
+    @property
     def own_qk_heads(self) -> int:
         """The number of heads that have their own q."""
         return self.qk_heads or (1 if self.block == "mamba" else self.heads)
@@ -464,10 +480,37 @@ class ModelSpec:
         if self.conv_bias and not self.conv:
             raise InputError("model.conv_bias has no effect with conv 0: leave it out")
         self._check_canon()
+        self._check_experts()
         if self.mlp_width is not None:
             _whole("mlp_width", self.mlp_width, least=1)
             if not self.mlp or self.block == "mamba":
                 raise InputError("model.mlp_width has no effect without an MLP")
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        if not isinstance(self.experts, Mapping):
+            raise InputError(f"model.experts must be {{{', '.join(EXPERTS)}}}, or null, not {self.experts!r}")
+        for key in self.experts:
+            if key not in EXPERTS:
+                raise unknown("key", key, EXPERTS, where="model.experts")
+        given = {**EXPERTS, **self.experts}
+        for name, least in (("count", 2), ("top", 2), ("shared", 0), ("width", 1)):
+            if name != "width" or given[name] is not None:
+                _whole(f"experts.{name}", given[name], least=least)
+        if given["top"] > given["count"]:
+            raise InputError(f"model.experts.top must be at most count {given['count']}, not {given['top']}")
+        balance = given["balance"]
+        if isinstance(balance, bool) or not isinstance(balance, int | float) or not 0 <= balance <= 1:
+            raise InputError(f"model.experts.balance must be a number from 0 to 1, not {balance!r}")
+        if not self.mlp or self.block == "mamba":
+            raise InputError("model.experts has no effect without an MLP")
+        if "D" in self.canon:
+            raise InputError("model.canon D stands inside of an MLP, and model.experts has many: leave one of them out")
+        if given["width"] is not None and self.mlp_width is not None:
+            raise InputError("model.mlp_width has no effect with model.experts.width: leave one of them out")
+        # One model has one form.
+        object.__setattr__(self, "experts", {**given, "balance": float(balance)})
 
     def _check_canon(self) -> None:
         if not isinstance(self.canon, list | tuple):

@@ -116,6 +116,30 @@ class Linear(Started, nn.Linear):
         self.reset_parameters()
 
 
+class Matrices(Started):
+    """Projections x W_e, e = 1 ... n, without biases, as one tensor W [n, inputs, outputs] that starts normal.
+
+    Args:
+        count: n.
+        inputs: The number of inputs, which is larger in a wider model.
+        outputs: The number of outputs.
+        std: The standard deviation at which the weights start.
+    """
+
+    def __init__(self, count: int, inputs: int, outputs: int, std: float) -> None:
+        super().__init__()
+        self.weight = self.drawn("weight", Normal(std), count, inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Projects x [N, inputs], the same for all, or x [n, N, inputs], one for each, to [n, N, outputs]."""
+        return x @ self.weight
+
+    def restart(self, std: float) -> None:
+        """Starts the weights anew, and from now on, at another standard deviation."""
+        self.starts = {**self.starts, "weight": Normal(std)}
+        self.reset_parameters()
+
+
 class Parameters(Started, nn.ParameterDict):
     """Parameters by name, each with its start and its shape."""
 
@@ -158,7 +182,11 @@ def linear(
 
 def widening(module: nn.Module) -> list[nn.Parameter]:
     """Returns the matrices of a module that have more inputs in a wider model, in the order of its parameters."""
-    return [cast(nn.Parameter, part.weight) for part in module.modules() if isinstance(part, Linear) and part.widens]
+    return [
+        cast(nn.Parameter, part.weight)
+        for part in module.modules()
+        if isinstance(part, Matrices) or (isinstance(part, Linear) and part.widens)
+    ]
 
 
 def initialize(

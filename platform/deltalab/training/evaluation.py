@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.models.dead_parameters import dead_parameters
+from deltalab.models.experts import idle_parameters
 from deltalab.models.model import Model
 from deltalab.ops.loss import capped
 from deltalab.own_module import OwnModule
@@ -166,7 +167,7 @@ def _counted(model: Model, length: int, step: int) -> list[Metric]:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         size = model.cache_size(length)
     found = {
-        "flops_per_token": counter.get_total_flops() / length,
+        "flops_per_token": counter.get_total_flops() / length - 2 * idle_parameters(model),
         "state_size": size.state,
         "kv_cache": size.kv,
         "conv_cache": size.conv,

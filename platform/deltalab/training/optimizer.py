@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deltalab.models.model import parameter_groups
+from deltalab.models.start import Matrices
 from deltalab.ops.backends import automatic
 from deltalab.training.muon import Muon
 
@@ -61,6 +62,10 @@ class Layout:
         for path, part in model.named_modules():
             if path.startswith("blocks.") and isinstance(part, nn.Linear) and min(part.weight.shape) > 1:
                 self.matrices.setdefault(part.weight.shape, []).append(starts[f"{path}.weight"])
+            elif path.startswith("blocks.") and isinstance(part, Matrices) and min(part.weight.shape[1:]) > 1:
+                start, shape = starts[f"{path}.weight"], part.weight.shape[1:]
+                each = range(start, start + part.weight.numel(), shape.numel())
+                self.matrices.setdefault(shape, []).extend(each)
         self.head = next(name for name, p in parameters.items() if p is getattr(model, "head", None))
 
     def pack(self, state: Mapping[str, Tensor]) -> Tensor:

@@ -148,7 +148,7 @@ class Stack:
             self.optimizer.step(self.state, losses.detach(), grad)
 
     def losses(self, weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Computes the loss of each run [n], a mean over labelled positions.
+        """Computes the loss of each run [n], a mean over labelled positions, and the balance loss of experts.
 
         Args:
             weights: The weights of the runs, [n, P].
@@ -161,29 +161,38 @@ class Stack:
             self.overfull |= ((targets != IGNORE).sum(-1) > most).any()
             at, targets = labelled(targets, most, ignore=IGNORE)
         if at is None or automatic(self.device.type).rms_norm is not None:
-            features = self._features(parameters, inputs, at)
+            features, balance = self._features(parameters, inputs, at)
         else:
             # On a CPU, keep all places in the last norm: the order of its gradient's sum decides the last bit.
-            features = places(self._features(parameters, inputs), at)
+            features, balance = self._features(parameters, inputs)
+            features = places(features, at)
         head = parameters[self.layout.head]
         dtype = torch.bfloat16 if self.bf16 else features.dtype
         x, cap = features.flatten(1, 2).to(dtype), self.model.spec.logit_cap
-        return linear_cross_entropy(x, head.to(dtype), targets.flatten(1), ignore=IGNORE, cap=cap, z=self.z_loss)
+        loss = linear_cross_entropy(x, head.to(dtype), targets.flatten(1), ignore=IGNORE, cap=cap, z=self.z_loss)
+        return loss if balance is None else loss + balance
 
-    def _features(self, parameters: dict[str, Tensor], inputs: Tensor, at: Tensor | None = None) -> Tensor:
-        """Computes features [n, B, T, d] for inputs [n, B, T], or [n, B, m, d] at the places `at` [n, B, m]."""
+    def _features(
+        self, parameters: dict[str, Tensor], inputs: Tensor, at: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes features [n, B, T, d] for inputs [n, B, T], or [n, B, m, d] at the places `at` [n, B, m].
+
+        The second value is the balance loss of each run, [n]; None if there is none.
+        """
         arguments = (inputs,) if at is None else (inputs, at)
 
-        def features(parameters: dict[str, Tensor], *arguments: Tensor) -> Tensor:
-            vectors: Tensor = functional_call(_Features(self.model), _under(parameters), arguments)
+        def features(parameters: dict[str, Tensor], *arguments: Tensor) -> tuple[Tensor, ...]:
+            vectors: tuple[Tensor, ...] = functional_call(_Features(self.model), _under(parameters), arguments)
             return vectors
 
         with torch.autocast(self.device.type, torch.bfloat16, self.bf16):
             if len(self) == 1:
                 # One run gains nothing from vmap, whose batch of one slows some kernels.
                 run_parameters = {name: rows.squeeze(0) for name, rows in parameters.items()}
-                return features(run_parameters, *(rows[0] for rows in arguments))[None]
-            return vmap(features, randomness="same")(parameters, *arguments)
+                found = tuple(part[None] for part in features(run_parameters, *(rows[0] for rows in arguments)))
+            else:
+                found = vmap(features, randomness="same")(parameters, *arguments)
+        return found[0], found[1] if len(found) > 1 else None
 
     @torch.no_grad()
     def measure(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +203,7 @@ class Stack:
 
         def measure_run(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             with _output_rms(self.model) as sizes:
-                features: Tensor = functional_call(_Features(self.model), _under(parameters), (inputs,))
+                features: Tensor = functional_call(_Features(self.model), _under(parameters), (inputs,))[0]
             return features, torch.stack(sizes).max()
 
         parameters = self.layout.unpack(self.state.weights)
@@ -207,14 +216,15 @@ class Stack:
 
 
 class _Features(nn.Module):
-    """A module whose call is `Model.features`, for `functional_call`."""
+    """A module whose call is `Model.read`, without a None, for `functional_call` and `vmap`."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        return self.model.features(tokens, at)
+    def forward(self, tokens: Tensor, at: Tensor | None = None) -> tuple[Tensor, ...]:
+        features, balance = self.model.read(tokens, at)
+        return (features,) if balance is None else (features, balance)
 
 
 def _under(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
 from deltalab.data.token_shards import Packed
+from deltalab.models.experts import idle_parameters
 from deltalab.models.layer import shard_gates
 from deltalab.models.model import Model, head_loss, parameter_groups
 from deltalab.models.start import initialize
@@ -71,13 +72,14 @@ class Pretraining(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Computes the sum of -log p over the targets [B, T] that are not `IGNORE`, given the tokens [B, T].
 
-        In training, each has the recipe's z-loss.
+        In training, each has the recipe's z-loss and the balance loss of experts, so that the mean has it once.
         """
         with torch.autocast(tokens.device.type, self.products, enabled=self.products is not None):
-            features = self.model.features(tokens, cu_seqlens=cu_seqlens)
+            features, balance = self.model.read(tokens, cu_seqlens=cu_seqlens)
             z = RECIPE["z_loss"] if self.training else 0.0
             cap = self.model.spec.logit_cap
-            return head_loss(features, self.model.head, targets, ignore=IGNORE, count=1, cap=cap, z=z)
+            loss = head_loss(features, self.model.head, targets, ignore=IGNORE, count=1, cap=cap, z=z)
+            return loss if balance is None else loss + balance * (targets != IGNORE).sum()
 
     def init_weights(self, buffer_device: torch.device | None = None, **_: Any) -> None:
         """Initializes each parameter as deltalab does, from the recipe's seed and the name of the parameter."""
@@ -85,9 +87,12 @@ class Pretraining(nn.Module):
 
 
 def parameters_and_flops(model: nn.Module) -> tuple[int, int]:
-    """Returns the number of parameters N, and the operations of a token's forward and backward pass, 6 N."""
+    """Returns the number of parameters N, and the operations of a token's forward and backward pass, 6 N.
+
+    Experts that a token does not use are no part of the operations.
+    """
     count = sum(parameter.numel() for parameter in model.parameters())
-    return count, 6 * count
+    return count, 6 * (count - idle_parameters(model))
 
 
 def parallelize(

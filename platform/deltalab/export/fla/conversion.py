@@ -196,6 +196,7 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
         beside=(None,),
         attention_residuals=(0,),
         logit_cap=(None,),
+        experts=(None,),
     )
     attn: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):

@@ -179,6 +179,7 @@ _MODEL_PARTS: dict[str, object] = {
     "beside": None,
     "attention_residuals": 0,
     "logit_cap": None,
+    "experts": None,
 }
 """Parts of the model that an arm can take away, with the value that takes each away."""
 

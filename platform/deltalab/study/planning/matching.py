@@ -271,7 +271,7 @@ def dimensions(config: Config) -> list[str]:
     if isinstance(config["model"]["layers"], list) or not is_path(config["rule"]["name"]):
         paths = ["model.key_dim", "model.expand_v", *paths]  # a module of another author has no such widths
     if config["model"]["mlp"] and config["model"]["block"] == "transformer":
-        paths.append("model.mlp_width")
+        paths.append("model.experts.width" if (config["model"]["experts"] or {}).get("width") else "model.mlp_width")
     if config["model"]["gate_rank"]:
         paths.append("model.gate_rank")
     for knob, value in config["rule"].items():

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deltalab.models.block import Block
+from deltalab.models.experts import idle_parameters
 from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
@@ -31,7 +32,8 @@ class ModelCosts:
     Attributes:
         parameters: Elements that are trained.
         cache: Elements held for one sequence after T tokens, by what they are for.
-        flops_per_token: Operations of the matrix products of a forward pass, without embedding and logits.
+        flops_per_token: Operations of the matrix products of a forward pass, without embedding and logits. Of experts,
+            those that a token uses.
     """
 
     parameters: int
@@ -119,9 +121,10 @@ class _Blocks:
 def _count(model: ModelSpec, length: int | None) -> _Blocks:
     """Counts after `length` tokens, or after `SAMPLE` tokens and one more if `length` is None."""
     width = model.heads * sum(model.head_dims)
-    largest = max(
-        model.d_model * max(width, model.mlp_width or 3 * model.d_model), model.heads * (length or 0) ** 2 // 8
-    )
+    mlp_width = model.mlp_width or 3 * model.d_model
+    if model.experts is not None:
+        mlp_width = model.experts["count"] * (model.experts["width"] or mlp_width)
+    largest = max(model.d_model * max(width, mlp_width), model.heads * (length or 0) ** 2 // 8)
     device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
     if not model.foreign():
         return _count_on(device, model, length)
@@ -152,7 +155,7 @@ def _run(network: Model, length: int, device: torch.device) -> tuple[float, list
     # Other attentions of a CPU hide their products from the counter.
     with sdpa_kernel(SDPBackend.MATH), _Flops() as counter:
         _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
-    return counter.total / length, cache
+    return counter.total / length - 2 * idle_parameters(network), cache
 
 
 class _Flops(TorchDispatchMode):
