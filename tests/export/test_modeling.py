@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {"rule": "gated_deltanet", "attention": [1], "rope": True},
     "token shift": {"rule": "rwkv7", "token_shift": True},
     "attention over depth": {"rule": "gla", "attention_residuals": 2},
+    "latent attention": {"rule": "attention", "conv": 0, "rope": True, "rope_dim": 4, "kv_rank": 6, "q_rank": 5},
     "capped logits": {"rule": "gla", "logit_cap": 2.0},
     "experts": {"rule": "gla", "experts": {"count": 4, "width": 8, "balance": 0}},
 }

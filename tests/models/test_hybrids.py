@@ -92,6 +92,11 @@ def test_a_base_may_be_a_hybrid_at_several_sizes(plan: Any) -> None:
     sized = plan(base=base, arms=arms, scales={"model.layers": [4, 8]}).models()
     assert [model.depth for model in sized] == [4, 4, 8, 8]
     assert [model.at(7).make_rule().name for model in sized[2:]] == ["attention"] * 2
+    wide = plan(base=base, arms=arms, scales={"model.d_model": [16, 64], "model.heads": [2, 4]}).models()
+    assert [model.at(3).kv_rank for model in wide] == [2, 2, 8, 8]
+    assert [model.at(3).head_dims for model in wide] == [(12, 8)] * 2 + [(24, 16)] * 2
+    with pytest.raises(InputError, match=r"scales\.model\.d_model: "):
+        plan(base=base, arms=arms, scales={"model.d_model": [16, 33]})
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -35,6 +35,8 @@ MODELS = {
     "rotary positions, several steps": {"rule": "delta_product", "rope": 50},
     "grouped values": {"rule": "gated_deltanet", "heads": 4, "qk_heads": 2},
     "grouped keys and values": {"rule": "gla", "heads": 4, "kv_heads": 2},
+    "latents": {"rule": "attention", "conv": 0, "rope": True, "rope_dim": 4, "kv_rank": 6, "q_rank": 5},
+    "latents, several steps": {"rule": "delta_product", "rope": True, "rope_dim": 4, "kv_rank": 6},
     "qk norm": {"rule": "kda", "qk_norm": True},
     "token shift": {"rule": "rwkv7", "token_shift": True, "conv": 0, "output_norm": "group"},
     "gate before the norm": {"rule": "mamba2", "output_norm": "rms_all", "output_gate": "silu_before_norm"},
@@ -133,6 +135,7 @@ def test_only_rules_that_keep_their_past_remember_more_the_longer_they_read() ->
         "memory_caching",
         "hybrid",
         "mamba block, hybrid",
+        "latents",
         "Transformer++",
     }
 

@@ -64,6 +64,9 @@ SCALES: Mapping[str, Scale] = {
 """The scales by name. The papers give parameters, tokens and batches. Widths and depths are common for models of these
 names (GPT-3, Mamba). The width of a head, 128, is that of table 6 of residual linear attention."""
 
+OF_THE_WIDTH = ("gate_rank", "q_rank", "kv_rank", "mlp_width")
+"""The settings that keep their ratio to d_model."""
+
 
 def find_scale(name: str) -> Scale:
     """Returns the scale of a name.
@@ -89,15 +92,16 @@ def parameter_count(model: ModelSpec, counter: CostCounter | None = None) -> int
 def widened(model: ModelSpec, scale: Scale, vocabulary: int) -> dict[str, Any]:
     """Returns the fields of `ModelSpec` that a scale changes besides the depth, with their new values.
 
-    Heads get the scale's width. The widths of keys and of the MLP, the numbers of shared heads and the rank of gates
-    keep their ratios.
+    Heads get the scale's width. The widths of keys, of their rotary positions and of the MLP, the numbers of shared
+    heads, and the ranks of gates and latents keep their ratios.
 
     Raises:
         InputError: If the new number of heads cannot be shared in groups of the same size.
     """
     heads = scale.d_model // scale.head_dim
     new: dict[str, Any] = {"vocab_size": vocabulary, "d_model": scale.d_model, "heads": heads}
-    before = {name: getattr(model, name) for name in ("key_dim", "qk_heads", "kv_heads", "gate_rank", "mlp_width")}
+    kept = ("key_dim", "rope_dim", "qk_heads", "kv_heads", *OF_THE_WIDTH)
+    before = {name: getattr(model, name) for name in kept}
     new |= _proportional(before, model, model.heads, heads, scale)
     if model.experts is not None and (width := model.experts["width"]):
         new["experts"] = {**model.experts, "width": max(1, round(width * scale.d_model / model.d_model))}
@@ -136,7 +140,9 @@ def _proportional(
             new[name] = heads // (before // shared)
     if key_dim := settings.get("key_dim"):
         new["key_dim"] = max(1, round(key_dim * before / model.d_model * scale.d_model / heads))
-    for name in ("gate_rank", "mlp_width"):
+    if rope_dim := settings.get("rope_dim"):
+        new["rope_dim"] = 2 * max(1, round(rope_dim * before / model.d_model * scale.d_model / heads / 2))
+    for name in OF_THE_WIDTH:
         if width := settings.get(name):
             new[name] = max(1, round(width * scale.d_model / model.d_model))
     return new

@@ -1,5 +1,6 @@
 """Published hybrids as presets: `model: {preset: qwen3_next}` sets the rule, the list of layers and their settings."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,8 @@ class Hybrid:
         source: The paper or code.
         rule: The rule of most layers, as `ModelSpec.rule`.
         pattern: The layers from the first on, which repeat: `rule`, or an entry of `ModelSpec.layers`.
-        settings: The settings of the model. `heads/n` is that share of the heads, and at least 1.
+        settings: The settings of the model. `heads/n` is that share of the heads, and at least 1. `d_model/n` is that
+            share of the width, and `head*m/n` that of d_model / heads.
         lacks: What the authors' model has beyond this one.
     """
 
@@ -44,8 +46,9 @@ HYBRIDS: Mapping[str, Hybrid] = {
     "kimi_linear": Hybrid(
         "arXiv:2510.26692; models/kimi_linear of transformers",
         "kda@published",
-        (RULE, RULE, RULE, _attention()),
-        "multi-head latent attention, where this has plain attention without positions; mixture of experts",
+        # 512 channels of the latent for 32 heads with 128 keys, 64 more that all heads share, and 128 values.
+        (RULE, RULE, RULE, _attention(kv_rank="d_model/8", key_dim="head*3/2", rope_dim="head/2", expand_v=2 / 3)),
+        "mixture of experts; heads whose width times their number is 16/9 of d_model, where this has d_model",
     ),
     "qwen3_next": Hybrid(
         "models/qwen3_next of transformers (Qwen3-Next-80B-A3B)",
@@ -137,26 +140,31 @@ def with_hybrid(model: Mapping[str, Any], inherited: Mapping[str, Any] | None = 
     hybrid = find_hybrid(model[PRESET])
     sizes = {**(inherited or {}), **model}
     heads, count = sizes.get("heads", ModelSpec.heads), sizes.get("layers", len(hybrid.pattern))
+    width = sizes.get("d_model", ModelSpec.d_model)
     for key in ("attention", "window"):
         if key in model:
             raise InputError(f"model.{key}: model.{PRESET} '{model[PRESET]}' says which layers are attention")
     if "layers" not in model and not isinstance(count, int):
         count = len(hybrid.pattern)  # the base lists its layers
-    for key, number in (("heads", heads), ("layers", count)):
+    for key, number in (("d_model", width), ("heads", heads), ("layers", count)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"model.{key} beside model.{PRESET} must be a whole number of at least 1, not {number!r}")
-    layers = [_sized(hybrid.pattern[i % len(hybrid.pattern)], heads) for i in range(count)]
+    layers = [_sized(hybrid.pattern[i % len(hybrid.pattern)], heads, width) for i in range(count)]
     rest = {key: value for key, value in model.items() if key not in (PRESET, "layers")}
-    return {**_sized(hybrid.settings, heads), "layers": layers, **rest}
+    return {**_sized(hybrid.settings, heads, width), "layers": layers, **rest}
 
 
-def _sized(value: Any, heads: int) -> Any:
-    """Puts numbers in place of the shares of heads: the largest number that divides the heads."""
+def _sized(value: Any, heads: int, width: int) -> Any:
+    """Puts numbers in place of shares. That of the heads is the largest number that divides them."""
     if isinstance(value, Mapping):
-        return {key: _sized(part, heads) for key, part in value.items()}
-    if not isinstance(value, str) or not value.startswith("heads"):
+        return {key: _sized(part, heads, width) for key, part in value.items()}
+    share = re.fullmatch(r"(heads|d_model|head)(?:\*(\d+))?(?:/(\d+))?", value) if isinstance(value, str) else None
+    if share is None:
         return value
-    most = max(1, heads // int(value.partition("/")[2] or 1))
+    whole = {"heads": heads, "d_model": width, "head": width // heads}[share[1]]
+    most = max(1, whole * int(share[2] or 1) // int(share[3] or 1))
+    if share[1] != "heads":
+        return most
     return next(count for count in range(most, 0, -1) if heads % count == 0)
 
 

@@ -2,9 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
+from deltalab.models.latent import Latent, kept, refusal
 from deltalab.models.start import OfGate, Ones, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
 from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses, tail_of
@@ -62,7 +64,7 @@ class LayerCache:
 
     Attributes:
         conv: The last inputs of the convolution, [B, conv - 1, C].
-        state: The state of the rule.
+        state: The state of the rule. In a layer that `keeps_latents`, the rows of `Latent.rows`, [B, 1, n, r + S].
         place: The number of tokens that were read, [B, 1] with RoPE and [B, 0] without.
         last: The x of the last token, [B, 1, d] with token shift and [B, 0, d] without.
         apart: The state of each sequence, if the states differ in size, as those of attention do after sequences of
@@ -322,6 +324,10 @@ class RuleLayer(Started):
 
     Its parameters start from torch's global generator, as those of torch's layers do.
 
+    With `kv_rank`, the cache of a rule that is `grouped` (attention) holds latents in place of k and v, if these are
+    the latents' own products: there is no convolution, activation or norm of k, and positions turn at most the
+    channels that are not from the latent (`rope_dim`).
+
     One projection and one causal depthwise convolution make q, k and v, with a k and a v for each of the rule's steps.
     Then q, k and v get the activation and the norm of the rule's `features`. The unit norm comes before any gate scales
     k.
@@ -339,6 +345,11 @@ class RuleLayer(Started):
         qk_norm: Whether each head's q and k get an RMS norm with weights [K], after the activation and before the unit
             norm.
         rope: The base of rotary positions on q and k; None for no positions. The steps of a token share its place.
+        rope_dim: The last channels of each q and k that have the rotary positions; None for all. With `kv_rank` the
+            heads share these channels of k, which come from x, with or without `rope`.
+        q_rank: The width of the latent that q comes from, as in `Latent`; None for q from x.
+        kv_rank: The width of the latent that k and v of all heads come from; None for k and v from x. With one of the
+            ranks, PyTorch's operators convolve on a GPU, too.
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1}.
         output_norm: The norm of each head's output, a kind of `HeadNorm`.
         output_gate: The gate of the output, a kind of `HeadNorm`.
@@ -373,6 +384,9 @@ class RuleLayer(Started):
         kv_heads: int | None = None,
         qk_norm: bool = False,
         rope: float | None = None,
+        rope_dim: int | None = None,
+        q_rank: int | None = None,
+        kv_rank: int | None = None,
         token_shift: bool = False,
         output_norm: bool | str = True,
         output_gate: bool | str = True,
@@ -392,6 +406,7 @@ class RuleLayer(Started):
         _whole(1, d_model=d_model, heads=heads, key_dim=key_dim, value_dim=value_dim)
         _whole(0, gate_rank=gate_rank)
         _whole(1, qk_heads=qk_heads, kv_heads=kv_heads, chunk_size=chunk_size)
+        _whole(1, rope_dim=rope_dim, q_rank=q_rank, kv_rank=kv_rank)
         _whole(0, conv=conv)
         _kinds(output_norm=output_norm, output_gate=output_gate, features=features, backend=backend)
         if key_dim is None and d_model % heads:
@@ -405,15 +420,29 @@ class RuleLayer(Started):
             raise InputError(f"qk_heads {qk_heads} and kv_heads {kv_heads}: at most one may be less than heads {heads}")
         if norm_eps < 0:
             raise InputError(f"norm_eps must be at least 0, not {norm_eps!r}")
-        if rope is not None and (isinstance(rope, bool) or rope <= 1 or key_dim % 2):
+        if rope is not None and (isinstance(rope, bool) or rope <= 1 or (rope_dim is None and key_dim % 2)):
             raise InputError(f"rope takes a base above 1 and an even key_dim, not {rope!r} and {key_dim}")
+        own_heads = min(qk_heads or heads, kv_heads or heads)
+        sizes = {"heads": heads, "own_heads": own_heads, "key_dim": key_dim}
+        if reason := refusal(q_rank, kv_rank, rope_dim, **sizes, rope=rope is not None, token_shift=token_shift):
+            raise InputError(reason)
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend
-        self.scale = scale
+        self.rope_dim = rope_dim or key_dim
         kind, silu_of_v = (rule.features, rule.silu_of_v) if features is None else FEATURES[features]
         self.channels = Channels(heads, qk_heads or heads, key_dim, value_dim, rule.steps, kind, silu_of_v, kv_heads)
-        self.qkv = linear(d_model, self.channels.total)
+        self.qkv: nn.Linear | Latent
+        if q_rank is None and kv_rank is None:
+            self.qkv = linear(d_model, self.channels.total)
+        else:
+            ranks = {"q_rank": q_rank, "kv_rank": kv_rank}
+            self.qkv = Latent(d_model, self.channels, **ranks, shared=rope_dim or 0, eps=norm_eps)
+        placed = rope is None or rope_dim is not None
+        plain = placed and not conv and not qk_norm and self.channels.features == "raw"
+        self.keeps_latents = kv_rank is not None and rule.grouped and plain
+        # Rows are wider than keys, whose width a rule's own scale is for.
+        self.scale = rule.scale(key_dim) if self.keeps_latents and scale is None else scale
         if conv:
             self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, self.channels.total)
         elif conv_bias:
@@ -487,6 +516,7 @@ class RuleLayer(Started):
             return self._one_by_one(x, cache, packed)
         taps, past = self.conv if self.width else None, None if cache is None else cache.conv
         products: list[Tensor] = []
+        scanned: Callable[..., tuple[Tensor, State, tuple[State, ...]]] = self._scanned
         shifted = {} if self.shift is None else self.shift(x, None if cache is None else cache.last, packed)
         vectors: dict[str, Tensor] = {}
         if self.vectors is not None:
@@ -494,20 +524,24 @@ class RuleLayer(Started):
             vectors_past = None if past is None else past[..., qkv_width:]
             past = None if past is None else past[..., :qkv_width]
             vectors, vectors_tail = self.vectors(shifted.get("gates", x), vectors_past, packed)
-        if self.conv_bias is None and not shifted and fuses(x, taps, self.channels):
+        latent = isinstance(self.qkv, Latent)
+        if not latent and self.conv_bias is None and not shifted and fuses(x, taps, self.channels):
             more_weights = []
             # With fewer tokens, copying the weights side by side costs more than reading x once for each weight.
             if x.shape[:2].numel() >= self.channels.total:
                 more_weights = [*([] if self.gate is None else [_first(self.gate).weight]), *self.gates.weights()]
-            (q, k, v, tail), products = fused(x, self.qkv.weight, more_weights, taps, past, self.channels, packed)
+            weight = cast(nn.Linear, self.qkv).weight
+            (q, k, v, tail), products = fused(x, weight, more_weights, taps, past, self.channels, packed)
         else:
-            q, k, v, tail = features(self._projected(x, shifted), taps, past, self.channels, packed, self.conv_bias)
+            qkv, latents = self.qkv(x) if latent else (self._projected(x, shifted), x[..., :0])
+            scanned = partial(self._over_latents, latents) if self.keeps_latents else scanned
+            q, k, v, tail = features(qkv, taps, past, self.channels, packed, self.conv_bias)
         gate = products.pop(0) if products and self.gate is not None else None
         if gate is not None and isinstance(self.gate, nn.Sequential):
             gate = self.gate[1](gate)
         q, k = self._placed(*self._normed(q, k), cache, packed)
         key_heads = self.channels.v_heads if self.rule.grouped else self.heads
-        o, state, apart_states = self._scanned(
+        o, state, apart_states = scanned(
             _shared(q, self.heads),
             _shared(k, key_heads),
             _shared(v, key_heads),
@@ -530,7 +564,7 @@ class RuleLayer(Started):
         empty = self.rule.start(*(cache.conv.new_empty(1, 1, heads, width) for width in (self.key_dim, self.value_dim)))
         recurrent = kv = 0
         for state in cache.apart or (cache.state,):
-            for part, before in zip(state, empty, strict=True):
+            for part, before in zip(state, empty[:1] if self.keeps_latents else empty, strict=True):
                 if part.shape[1:] == before.shape[1:]:
                     recurrent += part.numel()
                 else:
@@ -588,12 +622,39 @@ class RuleLayer(Started):
         state, cu_seqlens = None if cache is None else cache.state, None if packed is None else packed.cu_seqlens
         return *scan(self.rule, q, k, v, gates, state=state, cu_seqlens=cu_seqlens, **options), ()
 
+    def _over_latents(
+        self,
+        latents: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Mapping[str, Tensor],
+        cache: LayerCache | None,
+        packed: Sequences | None,
+    ) -> tuple[Tensor, State, tuple[State, ...]]:
+        """Does what `_scanned` does, with rows of latents for states.
+
+        Tokens at the start of a sequence are mixed by their k and v, which are narrower, and later ones by rows.
+        """
+        projections = cast(Latent, self.qkv)
+        rows = projections.rows(latents, k)
+        if cache is None:
+            o, state, parts = self._scanned(q, k, v, gates, None, packed)
+            ends = [rows.shape[1]] if packed is None else packed.cu_seqlens.tolist()[1:]
+            counts = [part[0].shape[2] for part in parts or (state,) * len(ends)]
+            return o, *kept(rows, ends, counts)
+        apart_before = tuple(projections.state(*part) for part in cache.apart)
+        cache = replace(cache, state=() if apart_before else projections.state(*cache.state), apart=apart_before)
+        keys, values = projections.state(rows)
+        o, state, parts = self._scanned(projections.queries(q), keys, values, gates, cache, packed)
+        return projections.values(o), state[:1], tuple(part[:1] for part in parts)
+
     def _projected(self, x: Tensor, shifted: dict[str, Tensor]) -> Tensor:
         """Returns q, k and v side by side, [B, T, C]. With token shift, `shifted` has an input for each of them."""
         if not shifted:
             projected: Tensor = self.qkv(x)
             return projected
-        weights = self.qkv.weight.split(self.channels.widths)
+        weights = cast(nn.Linear, self.qkv).weight.split(self.channels.widths)
         return torch.cat([F.linear(shifted[name], weight) for name, weight in zip("qkv", weights, strict=True)], dim=-1)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -610,7 +671,7 @@ class RuleLayer(Started):
         if self.rope is None:
             return q, k
         place = torch.arange(q.shape[1], device=q.device)[None] if packed is None else packed.place
-        angle = angles(place if cache is None else cache.place + place, self.key_dim, self.rope)
+        angle = angles(place if cache is None else cache.place + place, self.rope_dim, self.rope)
         return rotate(q, angle), rotate(k, angle.repeat_interleave(self.channels.steps, dim=1))
 
     def _places(self, x: Tensor, cache: LayerCache | None, packed: Sequences | None) -> Tensor:

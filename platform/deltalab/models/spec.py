@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.latent import refusal
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
 from deltalab.own_module import OwnModule, as_rule, is_path
@@ -41,6 +42,9 @@ OF_A_LAYER = (
     "kv_heads",
     "qk_norm",
     "rope",
+    "rope_dim",
+    "q_rank",
+    "kv_rank",
     "token_shift",
     "output_norm",
     "output_gate",
@@ -75,6 +79,9 @@ MOST = {
     "conv": 2**10,
     "qk_heads": 2**12,
     "kv_heads": 2**12,
+    "rope_dim": 2**16,
+    "q_rank": 2**16,
+    "kv_rank": 2**16,
     "gate_rank": 2**16,
     "mlp_width": 2**20,
     "base_width": 2**16,
@@ -113,6 +120,15 @@ class ModelSpec:
             None is `heads`. Divides `heads`, and does not go with a smaller `qk_heads`.
         qk_norm: Whether each head's q and k get an RMS norm with weights, before the unit norm of rules that have one.
         rope: Whether q and k have rotary positions. A number is their base, and true is a base of 10000.
+        rope_dim: The last channels of each head's q and k that have the rotary positions, an even number; None for all.
+            With `kv_rank` all heads share these channels of k, which come from x and not from the latent, also without
+            `rope`.
+        q_rank: The width of the latent that q of all heads comes from, q = W_q norm(W_c x) with an RMS norm with
+            weights; None for q = W_q x.
+        kv_rank: The width r of the latent c = norm(W_c x) that k = W_k c and v = W_v c of all heads come from
+            (multi-head latent attention). None for k and v from x. The layers of `attention` then hold r + rope_dim
+            numbers for each token, if they have neither `conv` nor `qk_norm` nor `features`, and positions only in
+            `rope_dim`; else, they hold k and v.
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1} (RWKV).
         output_norm: The norm of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true),
             rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, group.
@@ -180,6 +196,9 @@ class ModelSpec:
     kv_heads: int | None = field(default=None, metadata=LATER)
     qk_norm: bool = field(default=False, metadata=LATER)
     rope: bool | float = field(default=False, metadata=LATER)
+    rope_dim: int | None = field(default=None, metadata=LATER)
+    q_rank: int | None = field(default=None, metadata=LATER)
+    kv_rank: int | None = field(default=None, metadata=LATER)
     token_shift: bool = field(default=False, metadata=LATER)
     output_norm: bool | str = True
     output_gate: bool | str = True
@@ -442,8 +461,20 @@ class ModelSpec:
             if not isinstance(self.rope, int | float) or not 1 < self.rope < 1e12:
                 raise InputError(f"model.rope must be true, false or a base above 1, not {self.rope!r}")
             object.__setattr__(self, "rope", True if self.rope == ROPE else float(self.rope))
-        if self.rope and self.head_dims[0] % 2:
-            raise InputError(f"model.rope turns pairs of channels: key_dim must be even, not {self.head_dims[0]}")
+        key_dim = self.head_dims[0]
+        if self.rope and self.rope_dim is None and key_dim % 2:
+            raise InputError(f"model.rope turns pairs of channels: key_dim must be even, not {key_dim}")
+        for name in ("rope_dim", "q_rank", "kv_rank"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), least=1)
+        sizes = {
+            "heads": self.heads,
+            "own_heads": min(self.own_qk_heads, self.kv_heads or self.heads),
+            "key_dim": key_dim,
+        }
+        ranks = self.q_rank, self.kv_rank, self.rope_dim
+        if reason := refusal(*ranks, **sizes, rope=bool(self.rope), token_shift=self.token_shift):
+            raise InputError(f"model.{reason}")
 
     def _check_output(self) -> None:
         kinds = {"output_norm": HEAD_NORMS, "output_gate": HEAD_GATES}

@@ -15,8 +15,9 @@ def angles(places: Tensor, key_dim: int, base: float) -> Tensor:
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """Turns channels i and i + K/2 of x [B, T, H, K] by angle_i, for angle [B or 1, T, K/2]. K must be even."""
+    """Turns channels i and i + R/2 of the last R channels of x [B, T, H, K] by angle_i, for angle [B or 1, T, R/2]."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (part.unsqueeze(-2).to(dtype) for part in (angle.cos(), angle.sin()))
-    a, b = x.to(dtype).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+    half = angle.shape[-1]
+    rest, a, b = x.to(dtype).split([x.shape[-1] - 2 * half, half, half], dim=-1)
+    return torch.cat([rest, a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)

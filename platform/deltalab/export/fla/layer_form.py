@@ -177,6 +177,9 @@ def plain(spec: ModelSpec, model_type: str, **others: tuple[object, ...]) -> Non
     allowed: dict[str, tuple[object, ...]] = {
         "qk_norm": (False,),
         "rope": (False,),
+        "rope_dim": (None,),
+        "q_rank": (None,),
+        "kv_rank": (None,),
         "token_shift": (False,),
         "output_norm": (True,),
         "gate_rank": (None,),

@@ -93,8 +93,9 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     for task_name, task in tasks.items():
         sized = sized_tasks[task_name]
         start, sizes = _sized_preset(spec.base, sized.model)
-        unsized = with_change(start, spec.for_task.get(sized.task, Change()))
-        base = with_change(unsized, Change(model=sizes, train=sized.train))
+        for_task = spec.for_task.get(sized.task, Change())
+        unsized = with_change(spec.base, for_task)
+        base = with_change(with_change(start, for_task), Change(model=sizes, train=sized.train))
         resolved = {}
         for name, change in {"base": Change(), **changes}.items():
             where = name if name == "base" else f"arms.{name}"
@@ -141,11 +142,12 @@ def _refuse_margins(spec: StudySpec, tasks: Mapping[str, Task]) -> None:
 
 
 def _sized_preset(base: Method, sizes: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
-    """Moves the number of layers of a size into a base that is a preset, so that it stays one with that many layers."""
-    if PRESET not in base.model or "layers" not in sizes:
+    """Moves the depth, heads and width of a size into a base that is a preset, so that it stays one of that size."""
+    if PRESET not in base.model:
         return base, dict(sizes)
-    rest = {key: value for key, value in sizes.items() if key != "layers"}
-    return base.model_copy(update={"model": {**base.model, "layers": sizes["layers"]}}), rest
+    of_preset = {key: value for key, value in sizes.items() if key in ("layers", "heads", "d_model")}
+    rest = {key: value for key, value in sizes.items() if key not in of_preset}
+    return base.model_copy(update={"model": {**base.model, **of_preset}}), rest
 
 
 def _changes(spec: StudySpec) -> dict[str, Change]:
@@ -173,6 +175,9 @@ _MODEL_PARTS: dict[str, object] = {
     "conv": 0,
     "mlp": False,
     "rope": False,
+    "rope_dim": None,
+    "q_rank": None,
+    "kv_rank": None,
     "qk_norm": False,
     "token_shift": False,
     "canon": (),

@@ -271,9 +271,9 @@ def dimensions(config: Config) -> list[str]:
     if isinstance(config["model"]["layers"], list) or not is_path(config["rule"]["name"]):
         paths = ["model.key_dim", "model.expand_v", *paths]  # a module of another author has no such widths
     if config["model"]["mlp"] and config["model"]["block"] == "transformer":
-        paths.append("model.experts.width" if (config["model"]["experts"] or {}).get("width") else "model.mlp_width")
-    if config["model"]["gate_rank"]:
-        paths.append("model.gate_rank")
+        paths.append("model.experts.width" if (config["model"].get("experts") or {}).get("width") else "model.mlp_width")
+    # A configuration of an older version lacks the later ones.
+    paths += [f"model.{name}" for name in ("gate_rank", "q_rank", "kv_rank") if config["model"].get(name)]
     for knob, value in config["rule"].items():
         if isinstance(value, dict):
             paths += [f"rule.{knob}.{kind}.rank" for kind, options in value.items() if options.get("rank")]

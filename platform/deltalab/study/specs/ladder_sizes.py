@@ -19,6 +19,9 @@ SIZES = (
     "model.kv_heads",
     "model.mlp_width",
     "model.gate_rank",
+    "model.q_rank",
+    "model.kv_rank",
+    "model.rope_dim",
     "train.steps",
     "train.batch_size",
 )
