@@ -271,7 +271,9 @@ def dimensions(config: Config) -> list[str]:
     if isinstance(config["model"]["layers"], list) or not is_path(config["rule"]["name"]):
         paths = ["model.key_dim", "model.expand_v", *paths]  # a module of another author has no such widths
     if config["model"]["mlp"] and config["model"]["block"] == "transformer":
-        paths.append("model.experts.width" if (config["model"].get("experts") or {}).get("width") else "model.mlp_width")
+        paths.append(
+            "model.experts.width" if (config["model"].get("experts") or {}).get("width") else "model.mlp_width"
+        )
     # A configuration of an older version lacks the later ones.
     paths += [f"model.{name}" for name in ("gate_rank", "q_rank", "kv_rank") if config["model"].get(name)]
     for knob, value in config["rule"].items():
