@@ -66,11 +66,13 @@ def unknown(what: str, given: object, allowed: Iterable[object], *, where: str =
         unknown setting 'model.moe'; allowed: model.rope, model.d_model
         >>> print(unknown("setting", "model.rop", ["model.rope", "model.d_model"]))
         unknown setting 'model.rop'; did you mean 'model.rope'? allowed: model.rope, model.d_model
+        >>> print(unknown("scale", "1.3b", ["340M", "1.3B"]))
+        unknown scale '1.3b'; did you mean '1.3B'? allowed: 340M, 1.3B
     """
     names = [str(name) for name in allowed]
     given = shortened(str(given), 100)
     start = given[: given.rfind(".") + 1]
-    if not any(name.startswith(start) for name in names):
+    if not start[:1].isalpha() or not any(name.startswith(start) for name in names):
         start = ""
     # Without the beginning that they share, `model.moe` is not near `model.rope`.
     beside = [name.removeprefix(start) for name in names if name.startswith(start)]
