@@ -209,12 +209,14 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
         context: A function that makes the context in which torchtitan runs the model.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
+    model.eval()  # no z-loss, and no balance loss of experts
     for pair in held_out(packed().split("validation"), RECIPE, micro_batch(RECIPE, world), rank, world):
         inputs, targets = _with_targets(pair)
         tokens = inputs.pop("input")
         with context():
             loss = model(tokens.to(device), **{name: value.to(device) for name, value in inputs.items()})
         sums += torch.stack([loss.double(), (targets != IGNORE).sum().to(device).double()])
+    model.train()
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
