@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -254,6 +254,8 @@ def test_tasks(platform: Platform, here: Path) -> None:
     assert found["parameters"]["power"] == 0.01
     assert len(found["inputs"]) == len(found["targets"]) == 8
     assert "chance: 8.0" in platform("task", "show", "text", "length=8").out
+    depo = json.loads(platform("task", "show", "depo", "--json").out)
+    assert depo["parameters"] == asdict(registry.get_task("depo")), "a study's defaults, not those of the example"
 
 
 def test_export(platform: Platform, done: Path) -> None:

@@ -95,6 +95,7 @@ def test_a_stack_is_as_each_alone() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"canon": ["B"]}, "model.canon: B is a convolution of q, k and v, which model.conv gives"),
     ({"canon": ["E"]}, "model.canon: unknown place 'E'; allowed: A, C, D"),
+    ({"canon": ["A", "A"]}, "model.canon A, A names a place twice"),
     ({"canon": "A"}, "model.canon must be a list of A, C, D"),
     ({"canon": ["A", "C"], "mlp": False}, "model.canon C has no effect without an MLP"),
     ({"canon": ["D"], "block": "mamba"}, "model.canon D has no effect without an MLP"),

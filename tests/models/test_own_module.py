@@ -22,6 +22,7 @@ from deltalab.export.retrain import rebuild
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
+from deltalab.own_module import OwnModule
 from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.running.run import run_study_file
 
@@ -226,6 +227,43 @@ def test_an_arm_is_matched(own: Path) -> None:
     theirs, mine = planned(own / "s.yaml").models()
     counted = [sum(p.numel() for p in build_model(spec).parameters()) for spec in (theirs, mine)]
     assert counted[1] == pytest.approx(counted[0], rel=0.02)
+
+
+SWITCHES = """
+from torch import nn
+
+
+class Switches(nn.Module):
+    def __init__(self, dim, shift=True, scale=2.0):
+        super().__init__()
+        self.linear, self.shift, self.scale = nn.Linear(dim, dim), shift, scale
+
+    def forward(self, x):
+        return self.scale * self.linear(x) + self.shift
+"""
+
+
+def test_an_argument_that_is_true_can_be_ablated(own: Path) -> None:
+    (own / "switches.py").write_text(SWITCHES)
+    base = {**STUDY["base"], "rule": "switches.py:Switches"}
+    study = {"name": "s", "task": STUDY["task"], "base": base, "ablate": ["shift"], "seeds": 2}
+    (own / "s.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    theirs, mine = (spec.make_rule() for spec in planned(own / "s.yaml").models())
+    assert isinstance(theirs, OwnModule)
+    assert isinstance(mine, OwnModule)
+    assert mine.knobs() == {**theirs.knobs(), "shift": False}
+    (own / "s.yaml").write_text(yaml.safe_dump({**study, "ablate": ["scale"]}, sort_keys=False))
+    with pytest.raises(InputError, match=r"ablate: unknown part 'scale'; allowed: shift, mlp, canon"):
+        planned(own / "s.yaml")
+
+
+def test_an_arm_without_the_tuned_argument_is_named(own: Path) -> None:
+    (own / "switches.py").write_text(SWITCHES)
+    base, tune = {**STUDY["base"], "rule": "switches.py:Switches"}, {"rule.scale": {"choice": [1.0, 2.0]}, "trials": 2}
+    study = {"name": "s", "task": STUDY["task"], "base": base, "arms": {"gdn": {"rule": "gla"}}, "tune": tune}
+    (own / "s.yaml").write_text(yaml.safe_dump({**study, "seeds": 2}, sort_keys=False))
+    with pytest.raises(InputError, match=r"tune: arm 'gdn': unknown setting 'rule\.scale'"):
+        planned(own / "s.yaml")
 
 
 def test_a_module_that_is_wrong_is_refused_before_anything_trains(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -219,8 +219,8 @@ def task_list(as_json: AsJson = False) -> None:
 def task_show(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE")], param: Params = None, as_json: AsJson = False
 ) -> None:
-    """Print a task's facts and one example."""
-    for shown_task in _tasks(name, param):
+    """Print a task's facts and one example, with the parameters that a study leaves out at their defaults."""
+    for shown_task in _tasks(name, param, as_a_study=True):
         batch = shown_task.batch("validation", 1, 0, 0)
         facts = {
             "name": shown_task.name,
@@ -273,15 +273,28 @@ def _plugin_names(name: str, kind: type) -> list[str]:
     return names
 
 
-def _tasks(name: str, words: list[str] | None) -> "list[Task]":
-    """Returns the tasks that a user means by a name or a plugin file. `words` KEY=VALUE replace example parameters."""
+def _tasks(name: str, words: list[str] | None, *, as_a_study: bool = False) -> "list[Task]":
+    """Returns the tasks that a user means by a name or a plugin file.
+
+    Args:
+        name: The name or the file.
+        words: Parameters as KEY=VALUE.
+        as_a_study: Whether the other parameters are at their defaults, as in a study; else, and where a parameter has
+            none, they are those of the task's example, which is small.
+    """
     from deltalab.reading import read_pairs
     from deltalab.registry import get_task, task_plugin
     from deltalab.tasks import Task
 
     params = read_pairs(words or [])
     plugins = [task_plugin(task_name) for task_name in _plugin_names(name, Task)]
-    return [get_task(p.kind.name, **{**p.kind.example, **params}) for p in plugins]  # type: ignore[union-attr]
+    tasks = []
+    for kind in (plugin.kind for plugin in plugins):
+        needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
+        example = kind.example  # type: ignore[union-attr]
+        given = {key: example[key] for key in needed if key in example} if as_a_study else example
+        tasks.append(get_task(kind.name, **{**given, **params}))
+    return tasks
 
 
 def _print_checks(checks: dict[str, list[CheckResult]], what: str, as_json: bool) -> None:

@@ -555,6 +555,8 @@ class ModelSpec:
                 raise unknown("place", place, CANONS, where="model.canon")
             if place != "A" and (not self.mlp or self.block == "mamba"):
                 raise InputError(f"model.canon {place} has no effect without an MLP")
+        if len(set(self.canon)) < len(self.canon):
+            raise InputError(f"model.canon {', '.join(self.canon)} names a place twice: a block has one of each")
         object.__setattr__(self, "canon", tuple(place for place in CANONS if place in self.canon))
 
     def _check_attention(self) -> None:

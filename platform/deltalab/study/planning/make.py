@@ -10,7 +10,8 @@ from typing import Any
 from deltalab.errors import InputError, unknown
 from deltalab.models.hybrids import PRESET
 from deltalab.models.published import written_out
-from deltalab.models.spec import ModelSpec
+from deltalab.models.spec import OF_A_MIXER, ModelSpec
+from deltalab.own_module import OwnModule
 from deltalab.registry import get_task, rule_plugin
 from deltalab.study.planning.config_difference import difference
 from deltalab.study.planning.feasibility import check_space
@@ -192,12 +193,19 @@ _MODEL_PARTS: dict[str, object] = {
 def _without(rule: Mapping[str, Any], parts: list[str], key: str) -> Change:
     """The change that takes parts of the rule or of the model away; `key` names the section in errors."""
     kind: Any = rule_plugin(rule["name"]).kind
-    knobs, model = {}, {}
+    knobs, model = dict[str, Any](), dict[str, Any]()
+    switches, parts_of_model = list[str](), list(_MODEL_PARTS)
+    if issubclass(kind, OwnModule):
+        arguments = kind.configured({name: value for name, value in rule.items() if name != "name"}).knobs()
+        switches = [name for name, value in arguments.items() if value is True]
+        parts_of_model = [name for name in _MODEL_PARTS if name not in OF_A_MIXER]
     for part in parts:
         if part in _MODEL_PARTS:
             model[part] = _MODEL_PARTS[part]
+        elif part in switches:
+            knobs[part] = False
         elif part in kind.options():
             knobs[part] = kind(**{part: kind.without(part)}).spec()[part]
         else:
-            raise unknown("part", part, [*kind.options(), *_MODEL_PARTS], where=key)
+            raise unknown("part", part, [*switches, *kind.options(), *parts_of_model], where=key)
     return Change(rule=knobs or None, model=model)

@@ -330,7 +330,8 @@ class Plan:
         """
         searched = self.spec.search.searched if self.spec.search else {}
         absent = [path for path in searched if path not in values] if self._is_candidate(values) else []
-        return with_values(arm.config, values, where="search" if self.spec.search else "tune", absent=absent)
+        tune = "tune" if arm.is_base else f"tune: arm '{arm.name}'"
+        return with_values(arm.config, values, where="search" if self.spec.search else tune, absent=absent)
 
     def _is_candidate(self, values: Mapping[str, Any]) -> bool:
         """Whether values are a candidate of a search, and not of its base, which tunes its training alone."""

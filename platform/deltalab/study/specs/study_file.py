@@ -139,7 +139,7 @@ class _WithRule(_Strict):
         try:
             rule = as_rule(model[MIXER], f".model.{MIXER}") if MIXER in model else find_hybrid(model[PRESET]).rule
         except InputError as error:
-            raise ValueError(f": {error}" if PRESET in model else str(error)) from None
+            raise ValueError(f".{error}" if PRESET in model else str(error)) from None
         return {**raw, "rule": rule, "model": {key: value for key, value in model.items() if key != MIXER}}
 
 
