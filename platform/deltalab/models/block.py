@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltalab.models.depth import DepthNorm, Outputs
-from deltalab.models.experts import Experts
 from deltalab.models.layer import CacheSize, LayerCache, RuleLayer, shifted
 from deltalab.models.module_layer import ModuleLayer
+from deltalab.models.parts.depth import DepthNorm, Outputs
+from deltalab.models.parts.experts import Experts
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.models.start import Linear, Matrices, Started, Uniform, linear
 from deltalab.ops.backends import automatic

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from deltalab.models.experts import Experts
 from deltalab.models.model import build_model
+from deltalab.models.parts.experts import Experts
 from deltalab.models.spec import ModelSpec
 
 ROWS, TOKENS = 4, 32

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
-from deltalab.models.latent import Latent, kept, refusal
+from deltalab.models.parts.latent import Latent, kept, refusal
 from deltalab.models.start import OfGate, Ones, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
 from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses, tail_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.latent import refusal
+from deltalab.models.parts.latent import refusal
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
 from deltalab.own_module import OwnModule, as_rule, is_path

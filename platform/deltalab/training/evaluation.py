@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltalab.models.dead_parameters import dead_parameters
-from deltalab.models.experts import idle_parameters
 from deltalab.models.model import Model
+from deltalab.models.parts.experts import idle_parameters
 from deltalab.ops.loss import capped
 from deltalab.own_module import OwnModule
 from deltalab.tasks import IGNORE, Batch, Task

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deltalab.models.block import Block
-from deltalab.models.experts import idle_parameters
 from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.model import Model
+from deltalab.models.parts.experts import idle_parameters
 from deltalab.models.spec import ModelSpec
 
 SAMPLE = 16
