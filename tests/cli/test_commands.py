@@ -397,29 +397,35 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
     ("export tiny out", ("say which arm: --arm NAME, of base, without_d; or --best",)),
     ("export tiny out --arm base --best", ("--arm base and --best: give one of them",)),
     ("export tiny out --arm base --task txt", ("unknown task 'txt'",)),
-    ("export tiny out --best --to onnx", ("unknown format 'onnx'", "allowed: hf, torchtitan, fla")),
-    ("export tiny out --best --scale 350M", ("unknown scale '350M'; did you mean '340M'?", "340M, 1.3B, 2.7B")),
-    ("export tiny out --best --set model.d_modl=8", ("unknown setting 'model.d_modl'; did you mean 'model.d_model'?",)),
-    ("export tiny out --best --set rule.bta=x", ("rule 'comba': unknown knob 'bta'; did you mean 'beta'?",)),
-    ("export tiny out --best --set recipe.stps=9", ("unknown setting 'recipe.stps'; did you mean 'recipe.steps'?",)),
-    ("export tiny out --best --set recipe.steps=0", ("--set recipe.steps: must be a whole number of at least 1",)),
-    ("export tiny out --best --set steps", ("give settings as KEY=VALUE",)),
-    ("export tiny out --best --set train.lr=1", ("unknown setting 'train.lr'", "model., rule., recipe.")),
+    ("export tiny out --arm base --to onnx", ("unknown format 'onnx'", "allowed: hf, torchtitan, fla")),
+    ("export tiny out --arm base --scale 350M", ("unknown scale '350M'; did you mean '340M'?", "340M, 1.3B, 2.7B")),
     (
-        "export tiny out --best --scale 340M --weights",
+        "export tiny out --arm base --set model.d_modl=8",
+        ("unknown setting 'model.d_modl'; did you mean 'model.d_model'?",),
+    ),
+    ("export tiny out --arm base --set rule.bta=x", ("rule 'comba': unknown knob 'bta'; did you mean 'beta'?",)),
+    (
+        "export tiny out --arm base --set recipe.stps=9",
+        ("unknown setting 'recipe.stps'; did you mean 'recipe.steps'?",),
+    ),
+    ("export tiny out --arm base --set recipe.steps=0", ("--set recipe.steps: must be a whole number of at least 1",)),
+    ("export tiny out --arm base --set steps", ("give settings as KEY=VALUE",)),
+    ("export tiny out --arm base --set train.lr=1", ("unknown setting 'train.lr'", "model., rule., recipe.")),
+    (
+        "export tiny out --arm base --scale 340M --weights",
         ("weights do not fit a model changed by --scale; leave that out",),
     ),
-    ("export tiny out --best --scale 340M --set model.layers=3", ("--scale 340M: the nearest model has",)),
+    ("export tiny out --arm base --scale 340M --set model.layers=3", ("--scale 340M: the nearest model has",)),
     ("export ./nothing out --best", ("nothing: no such folder",)),
     ("export . out --best", (".: the folder holds no model, and no study is found: ", "unknown study '.'")),
     ("export tny out --best", ("did you mean 'tiny'?",)),
     ("export tiny:longer out --best", ("unknown study 'tiny:longer'", "allowed: tiny")),
-    ("export tiny . --best", ("not an empty directory",)),
-    ("export tiny study.yaml/out --best", ("study.yaml/out",)),
+    ("export tiny . --arm base", ("not an empty directory",)),
+    ("export tiny study.yaml/out --arm base", ("study.yaml/out",)),
 ]
 
 
-@pytest.mark.slow(keep="export tiny . --best")
+@pytest.mark.slow(keep="export tiny . --arm base")
 @pytest.mark.parametrize(("words", "says"), WRONG_IN_A_LEDGER, ids=[words for words, _ in WRONG_IN_A_LEDGER])
 def test_what_a_ledger_does_not_have_is_one_line(
     platform: Platform, done: Path, words: str, says: tuple[str, ...]

@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,8 @@ from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.evaluate import evaluate
-from deltalab.evaluation.model_folder import open_folder
+from deltalab.evaluation.harness import HarnessOptions
+from deltalab.evaluation.model_folder import open_model
 from deltalab.evaluation.needle_questions import questions
 from deltalab.export.recipe import paper_recipe
 from deltalab.export.source import Source, model_fields
@@ -29,6 +32,7 @@ from deltalab.store import Store
 from deltalab.store.trainings import record, trainings
 
 pytest.importorskip("transformers")
+from transformers import GPT2Config, GPT2LMHeadModel
 
 LENGTH = 64
 MODEL = ModelSpec.of(
@@ -65,7 +69,7 @@ def by_name(results: list[evaluating.Result]) -> dict[str, float]:
 
 
 def test_the_loss_is_that_of_the_model_by_length_and_place(folder: Path, data: Path) -> None:
-    with open_folder(folder) as found:
+    with open_model(str(folder)) as found:
         results = evaluate(found, ["loss"], data=Packed(data), limit=6)
         split = Packed(data).split("validation")
         model = found.model
@@ -131,7 +135,7 @@ class Knowing:
 def test_a_needle_counts_as_found_where_every_token_is_right(
     folder: Path, wrong: bool, exact: float, accuracy: float
 ) -> None:
-    with open_folder(folder) as found:
+    with open_model(str(folder)) as found:
         vars(found)["model"] = Knowing(wrong)
         values = by_name(evaluate(found, ["needle"], length=256, limit=5))
     assert values == {
@@ -151,7 +155,7 @@ def test_a_folder_of_a_proxy_task_has_the_tasks_metrics(tmp_path: Path) -> None:
         "seed": 0,
     }
     folder = exported(tmp_path / "model", model, tokenizer=None, trial=trial)
-    with open_folder(folder) as found:
+    with open_model(str(folder)) as found:
         tasks, left_out = evaluating.askable(found, None)
         assert tasks == ["proxy"]
         assert left_out == {
@@ -193,7 +197,7 @@ def test_the_harness_scores_a_local_task(folder: Path, tmp_path: Path, monkeypat
     (tmp_path / "tasks").mkdir()
     file = tmp_path / "tasks" / "sums.yaml"
     file.write_text(TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
-    with open_folder(folder) as found:
+    with open_model(str(folder)) as found:
         [result] = evaluate(found, [str(file)], limit=6)
         again = evaluate(found, ["sums"], limit=6, include=tmp_path / "tasks")
         tokenizer, model = found.tokenizer, found.model
@@ -210,6 +214,67 @@ def test_the_harness_scores_a_local_task(folder: Path, tmp_path: Path, monkeypat
     assert (result.task, result.metric, result.examples, result.step) == ("sums", "acc", 6, 30)
     assert result.value == pytest.approx(right / 6)
     assert result.stderr == pytest.approx(math.sqrt(right / 6 * (1 - right / 6) / 5)), "that of a mean of 6 answers"
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    """A model of transformers over bytes, with random weights."""
+    out = tmp_path_factory.mktemp("gpt2") / "model"
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=512)).save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).write_text((folder / name).read_text())
+    return out
+
+
+def test_a_model_of_transformers_is_measured(
+    platform: Callable[..., int], gpt2: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--tasks", "loss,needle", "--data", data, "--length", LENGTH, "--limit", 4, "--json")
+    assert platform("eval", gpt2, *words) == 0
+    results = json.loads(capsys.readouterr().out)
+    found = {(row["task"], row["metric"]): row["value"] for row in results}
+    split = Packed(data).split("validation")
+    tokens = torch.from_numpy(np.stack([split.row(split.rows(LENGTH) * i // 4, LENGTH)[0] for i in range(4)])).long()
+    model = GPT2LMHeadModel.from_pretrained(gpt2)
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert found["loss", f"loss@{LENGTH}"] == pytest.approx(float(want), rel=1e-5)
+    assert any(task == "needle" for task, _ in found)
+    assert len(json.loads((gpt2 / "evaluations.json").read_text())["evaluations"]) == len(results)
+
+
+@pytest.mark.slow
+def test_options_of_the_harness_reach_it(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    seen: dict[str, Any] = {}
+
+    def asked(model: Any, **given: Any) -> dict[str, Any]:
+        seen.update(given, length=model.max_length, batch=model.batch_size)
+        return {"results": {}}
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", asked)
+    with open_model(str(gpt2)) as found:
+        evaluate(found, ["arc_easy"], options=HarnessOptions(few_shot=5, batch_size=3, max_length=77))
+        assert (seen["num_fewshot"], seen["batch"], seen["length"]) == (5, 3, 77)
+        evaluate(found, ["arc_easy"])
+        assert (seen["num_fewshot"], seen["length"]) == (None, 512)
+
+
+def test_a_model_of_another_tokenizer_or_nowhere_is_one_line(
+    platform: Callable[..., int], gpt2: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(gpt2, other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace("<0x41>", "<0xZZ>"))
+    assert platform("eval", other, "--tasks", "loss", "--data", data, "--length", LENGTH) == 2
+    assert "is packed with another tokenizer" in capsys.readouterr().err
+    assert platform("eval", gpt2, "--tasks", "loss", "--data", data) == 2
+    assert "no recipe says how long a training sequence is: give --length" in capsys.readouterr().err
+    assert platform("eval", "nowhere") == 2
+    assert "nowhere: no such folder; a model of the Hub is named ORG/NAME" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -293,7 +358,7 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     assert {row["step"] for row in rows} == {12}
     assert {"loss@72", "loss@288"} <= {row["metric"] for row in rows}, "the length is the run's, not the export's"
     with (
-        open_folder(run) as found,
+        open_model(str(run)) as found,
         pytest.raises(InputError, match=f"task 'proxy': {run}: the model does not come from"),
     ):
         evaluate(found, ["proxy"])
@@ -350,5 +415,5 @@ def test_what_cannot_be_evaluated_is_one_line(
     refused(folder, "--tasks", "loss,neddle", saying="unknown task 'neddle'; did you mean 'needle'?")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refused(folder, "--tasks", "arc_easy", saying="need lm-evaluation-harness: pip install 'deltalab[eval]'")
-    with pytest.raises(InputError), open_folder(tmp_path / "nowhere"):
+    with pytest.raises(InputError), open_model(str(tmp_path / "nowhere")):
         pass

@@ -16,9 +16,13 @@ from deltalab.errors import unknown
 
 
 def evaluate(
-    directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="An exported folder, a run of platform train, or one of its checkpoints."),
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="An exported folder, a run of platform train, one of its checkpoints, or a folder or Hub name of "
+            "transformers.",
+        ),
     ],
     tasks: Annotated[
         str | None,
@@ -34,22 +38,36 @@ def evaluate(
     include: Annotated[
         Path | None, typer.Option("--include", help="A folder with YAML files of further tasks of the harness.")
     ] = None,
+    few_shot: Annotated[
+        int | None, typer.Option("--few-shot", min=0, help="Solved examples before a question of the harness.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Questions of the harness answered together.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", min=1, help="Most tokens of a question of the harness.")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code of a model that is not deltalab's.")
+    ] = False,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a trained folder: loss by length, retrieval, its proxy task, and lm-evaluation-harness.
+    """Measure a model: loss by length, retrieval, its proxy task, and lm-evaluation-harness.
 
-    Results go to evaluations.json in DIR; those of a training also into the ledger that has it.
+    Results go to evaluations.json in the folder, or in evaluations/NAME for a Hub name; those of a training also into
+    the ledger that has it.
     """
     from deltalab.evaluation import evaluate as evaluating
-    from deltalab.evaluation.model_folder import open_folder
+    from deltalab.evaluation.harness import HarnessOptions
+    from deltalab.evaluation.model_folder import open_model
     from deltalab.evaluation.results import fingerprint, write
     from deltalab.store import Store
     from deltalab.store.trainings import add_evaluations, record
 
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where="--split")
-    with open_folder(directory) as folder:
+    with open_model(model, trusted=trust) as folder:
         data = data or folder.data
         task_names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
         packed_data = None if data is None else evaluating.packed(data)
@@ -64,9 +82,14 @@ def evaluate(
             length=length,
             limit=limit,
             include=include,
+            options=HarnessOptions(few_shot, batch_size, max_length),
         )
-        about = {"weights": fingerprint(folder.path), "data": None if data is None else str(data)}
-    file = write(results, folder.run or directory, about)
+        of_hub = isinstance(folder.path, str)
+        weights = str(folder.path) if isinstance(folder.path, str) else fingerprint(folder.path)
+        about = {"weights": weights, "data": None if data is None else str(data)}
+    directory = Path("evaluations", model.replace("/", "--")) if of_hub else folder.run or Path(model)
+    directory.mkdir(parents=True, exist_ok=True)
+    file = write(results, directory, about)
     summary = f"{file}: {len(results)} values"
     if folder.training is not None and Store.exists(db):
         with Store.open(db, create=False) as store:

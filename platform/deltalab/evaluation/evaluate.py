@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deltalab.data.text_tokenizers import load_tokenizer
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
-from deltalab.evaluation.harness import find_tasks, harness
+from deltalab.evaluation.harness import HarnessOptions, find_tasks, harness
 from deltalab.evaluation.loss import TIMES, loss, too_short
-from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder, read_config
+from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder
 from deltalab.evaluation.needle import needle, no_room
 from deltalab.evaluation.needle_questions import questions
 from deltalab.evaluation.proxy import proxy, proxy_task
@@ -29,6 +30,7 @@ def evaluate(
     length: int | None = None,
     limit: int | None = None,
     include: Path | None = None,
+    options: HarnessOptions = HarnessOptions(),  # noqa: B008
 ) -> list[Result]:
     """Measures a model on tasks.
 
@@ -43,6 +45,7 @@ def evaluate(
         length: Tokens of a training sequence; None means those of the folder's recipe.
         limit: Examples of each task; None means `LIMIT` for our tasks, and all for those of the harness.
         include: A folder with YAML files of further tasks of the harness.
+        options: How the harness runs.
 
     Raises:
         InputError: If a task does not exist, or lacks something that it needs.
@@ -68,7 +71,7 @@ def evaluate(
         elif task == "proxy":
             results += proxy(folder)
     if others:
-        results += harness(folder, others, folders, limit=limit)
+        results += harness(folder, others, folders, limit=limit, options=options)
     return results
 
 
@@ -90,7 +93,7 @@ def askable(
         InputError: If no task can be asked.
     """
     length = length or folder.length
-    tokenizer = (folder.path / "tokenizer.json").is_file()
+    tokenizer = folder.has_tokenizer
     texts = None if data is None else data.split(split)
     why_not: dict[str, str] = {}
     if length is None:
@@ -130,14 +133,17 @@ def packed(folder: Path) -> Packed:
 def _require_same_tokenizer(folder: ModelFolder, data: Packed) -> None:
     """Raises `InputError` if the data were packed with another tokenizer, or have more tokens than the model."""
     tokenizer = folder.recipe.get("tokenizer")
+    if folder.foreign:
+        # The recipe of an export says which tokenizer its model has; of another model, only its file does.
+        tokenizer = load_tokenizer(str(folder.path))[1]
     if isinstance(tokenizer, Mapping) and tokenizer.get("sha256") not in (None, data.tokenizer["sha256"]):
         raise InputError(
             f"{data.folder}: is packed with another tokenizer, '{data.tokenizer['name']}' of "
             f"{data.tokenizer['vocab_size']} ids, than {folder.named}: "
             f"'{tokenizer.get('name', tokenizer.get('kind'))}' of {tokenizer.get('vocab_size')}"
         )
-    if data.tokenizer["vocab_size"] > int(read_config(folder.path)["vocab_size"]):
+    if data.tokenizer["vocab_size"] > folder.vocab_size:
         raise InputError(
             f"{data.folder}: has {data.tokenizer['vocab_size']} token ids, and the model of {folder.named} "
-            f"{read_config(folder.path)['vocab_size']}"
+            f"{folder.vocab_size}"
         )

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,22 @@ NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([^\s"'#\[\]]+)""
 BOOTSTRAP = 100
 """Resamples for the standard error of a metric that has no formula for it, such as perplexity: it is then known to 7%,
 and for 10,000 examples takes 0.1 s. With 0 the harness gives no standard error, not even that of a mean."""
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """How lm-evaluation-harness runs.
+
+    Attributes:
+        few_shot: The solved examples before each question; None for the task's own number.
+        batch_size: The questions that are answered together; None for 8 on a GPU and 1 on a CPU.
+        max_length: The most tokens of a question; None for four times the training's length, or the model's own number
+            if it has no recipe.
+    """
+
+    few_shot: int | None = None
+    batch_size: int | None = None
+    max_length: int | None = None
 
 
 def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], list[Path]]:
@@ -62,7 +79,14 @@ def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], l
     raise _unknown(next(iter(missing)), sorted(known))
 
 
-def harness(folder: ModelFolder, names: Sequence[str], folders: Sequence[Path], *, limit: int | None) -> list[Result]:
+def harness(
+    folder: ModelFolder,
+    names: Sequence[str],
+    folders: Sequence[Path],
+    *,
+    limit: int | None,
+    options: HarnessOptions = HarnessOptions(),
+) -> list[Result]:
     """Measures a model on tasks of lm-evaluation-harness.
 
     Args:
@@ -70,6 +94,7 @@ def harness(folder: ModelFolder, names: Sequence[str], folders: Sequence[Path], 
         names: The names of the tasks.
         folders: Folders with YAML files of further tasks.
         limit: Examples of each task; None means all.
+        options: How the harness runs.
 
     Returns:
         A result for each metric of each task.
@@ -92,15 +117,15 @@ def harness(folder: ModelFolder, names: Sequence[str], folders: Sequence[Path], 
     model = HFLM(
         pretrained=folder.model,
         tokenizer=folder.tokenizer,
-        batch_size=8 if folder.device.type == "cuda" else 1,
-        max_length=folder.length and TIMES[-1] * folder.length,
+        batch_size=options.batch_size or (8 if folder.device.type == "cuda" else 1),
+        max_length=options.max_length or (folder.length and TIMES[-1] * folder.length),
         device=str(folder.device),
     )
     try:
         with redirect_stdout(sys.stderr):  # the harness prints, and stdout may be JSON
             report: Any = simple_evaluate(
                 model, tasks=names, limit=limit, task_manager=manager, log_samples=False,
-                bootstrap_iters=BOOTSTRAP,
+                bootstrap_iters=BOOTSTRAP, num_fewshot=options.few_shot,
             )  # fmt: skip
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The folder of a model to evaluate: an export, or a run of `platform train` that is exported for a while."""
+"""The model to evaluate: an export, a run of `platform train` that is exported for a while, or one of transformers."""
 
 import re
 import tempfile
@@ -19,28 +19,35 @@ from deltalab.reading import read_json
 
 NO_TOKENIZER = "export it with --tokenizer"
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""The form of a model's name on the Hub."""
+
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder that transformers loads.
+    """A model that transformers loads.
 
     Attributes:
-        path: The folder.
-        named: The folder that the user named, for messages.
+        path: The folder, or the name on the Hugging Face Hub.
+        named: What the user named, for messages.
         recipe: The recipe of the export, empty if it has none.
         training: The id of the run that trained the model; None if it is not known.
         step: The number of steps of the training; None if it is not known.
         run: The folder of the run, if the user named the run or one of its checkpoints; else None.
         data: The packed data of the training; None if they are not known or not there any more.
+        foreign: Whether the model is not deltalab's. Its code is run only if `trusted`.
+        trusted: Whether code in the folder may run, which an exported folder needs.
     """
 
-    path: Path
-    named: Path
+    path: Path | str
+    named: Path | str
     recipe: Mapping[str, Any]
     training: str | None
     step: int | None
     run: Path | None
     data: Path | None
+    foreign: bool = False
+    trusted: bool = True
 
     @property
     def length(self) -> int | None:
@@ -66,9 +73,11 @@ class ModelFolder:
             raise InputError("evaluation needs transformers: pip install 'deltalab[hf]'") from None
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.path, trust_remote_code=True, dtype=dtype)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(f"{self.named}: cannot be loaded: {' '.join(str(error).split())}") from None
+            model = AutoModelForCausalLM.from_pretrained(self.path, trust_remote_code=self.trusted, dtype=dtype)
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            reason = " ".join(str(error).split())
+            trust = "; --trust-remote-code runs the model's own code" if "trust_remote_code" in reason else ""
+            raise InputError(f"{self.named}: cannot be loaded: {reason:.300}{trust}") from None
         return model.to(self.device).eval()
 
     @cached_property
@@ -78,11 +87,26 @@ class ModelFolder:
         Raises:
             InputError: If the folder has none.
         """
-        if not (self.path / "tokenizer.json").is_file():
+        if not self.has_tokenizer:
             raise InputError(f"{self.named}: has no tokenizer: {NO_TOKENIZER}")
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=True)
+        try:
+            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trusted)
+        except (OSError, ValueError, ImportError) as error:
+            raise InputError(f"{self.named}: has no tokenizer: {' '.join(str(error).split()):.300}") from None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model has a tokenizer, as far as its files tell."""
+        return self.foreign or (Path(self.path) / "tokenizer.json").is_file()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The tokens that the model tells apart."""
+        if self.foreign:
+            return int(self.model.config.get_text_config().vocab_size)
+        return int(read_config(Path(self.path))["vocab_size"])
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without special tokens."""
@@ -92,20 +116,38 @@ class ModelFolder:
     def logits(self, tokens: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """Computes the logits in float32 after the last `keep` of the tokens [B, T]; 0 means after all of them."""
         with torch.no_grad():
-            logits: torch.Tensor = self.model(tokens.to(self.device), logits_to_keep=keep, use_cache=False).logits
-        return logits.float()
+            # A model of transformers may not know how to keep some logits.
+            kept = {} if self.foreign else {"logits_to_keep": keep}
+            logits: torch.Tensor = self.model(tokens.to(self.device), use_cache=False, **kept).logits
+        return logits[:, -keep:].float()
 
 
 @contextmanager
-def open_folder(folder: Path) -> Iterator[ModelFolder]:
-    """Opens the folder of a model. A run or a checkpoint is exported for the length of the block.
+def open_model(named: str, *, trusted: bool = False) -> Iterator[ModelFolder]:
+    """Opens a model. A run or a checkpoint is exported for the length of the block.
 
     Args:
-        folder: A folder that `platform export` wrote, a run of `platform train`, or one of its checkpoints.
+        named: A folder that `platform export` wrote, a run of `platform train`, one of its checkpoints, a folder that
+            transformers loads, or a name on the Hugging Face Hub.
+        trusted: Whether the code of a model that is not deltalab's may run.
 
     Raises:
         InputError: If the folder is none of these, or is an export without weights.
     """
+    folder = Path(named)
+    kind = _model_type(folder)
+    if kind not in (None, "deltalab"):
+        yield ModelFolder(folder, folder, {}, None, None, None, None, foreign=True, trusted=trusted)
+    elif not folder.exists() and _HUB_NAME.fullmatch(named):
+        _on_hub(named, trusted)
+        yield ModelFolder(named, named, {}, None, None, None, None, foreign=True, trusted=trusted)
+    else:
+        with _of_deltalab(folder) as ours:
+            yield ours
+
+
+@contextmanager
+def _of_deltalab(folder: Path) -> Iterator[ModelFolder]:
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if (run / "run.json").is_file():
         source = from_folder(folder)
@@ -140,6 +182,29 @@ def _trained_on(provenance: Mapping[str, Any]) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
+def _on_hub(name: str, trusted: bool) -> None:
+    """Raises `InputError` if the Hub has no model of this name, as far as its configuration tells."""
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise InputError("evaluation needs transformers: pip install 'deltalab[hf]'") from None
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        trust = "; --trust-remote-code runs the model's own code" if "trust_remote_code" in reason else ""
+        raise InputError(f"{name}: no such folder, and not to be had from the Hub: {reason:.200}{trust}") from None
+
+
+def _model_type(folder: Path) -> str | None:
+    """The type of the model that a folder's `config.json` describes; None if it says none."""
+    try:
+        kind = read_json(folder / "config.json").get("model_type")
+    except (OSError, InputError, AttributeError):
+        return None
+    return None if kind is None else str(kind)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads the `config.json` of an exported folder.
 
@@ -152,5 +217,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             return config
     except (OSError, InputError, KeyError):
         pass
-    why = "neither a folder of `platform export` nor a run of `platform train`" if folder.is_dir() else "no such folder"
+    why = "neither a folder of `platform export` nor a run of `platform train`, nor one of transformers"
+    if not folder.is_dir():
+        why = "no such folder; a model of the Hub is named ORG/NAME"
     raise InputError(f"{folder}: {why}")

@@ -1,11 +1,12 @@
 """Measures a model on the test split of the proxy task that its folder comes from."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from deltalab.errors import InputError
-from deltalab.evaluation.model_folder import ModelFolder, read_config
+from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import Result
 from deltalab.export.folders import from_folder
 from deltalab.export.retrain import load_rules
@@ -24,7 +25,7 @@ def proxy(folder: ModelFolder) -> list[Result]:
     task = proxy_task(folder)
     if isinstance(task, str):
         raise InputError(f"task 'proxy': {folder.named}: {task}")
-    source = from_folder(folder.path)
+    source = from_folder(Path(folder.path))
     assert source.weights is not None
     model = Model(source.model)
     model.load_state_dict(dict(source.weights()))
@@ -55,8 +56,8 @@ def proxy_task(folder: ModelFolder) -> Task | str:
     trial = folder.recipe.get("trial")
     if not isinstance(trial, Mapping):
         return "the model does not come from a study"
-    load_rules(folder.path)
-    vocabulary = int(read_config(folder.path)["vocab_size"])
+    load_rules(Path(folder.path))
+    vocabulary = folder.vocab_size
     try:
         task = get_task(trial["task"]["name"], **trial["task"]["parameters"])
     except InputError as error:  # for example, this machine lacks the plugin of the task
