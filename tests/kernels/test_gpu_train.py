@@ -69,6 +69,11 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gate before the norm": {"rule": "mamba2", "output_norm": "rms_all", "output_gate": "silu_before_norm"},
     "Transformer++": {"rule": "attention", "heads": 4, "kv_heads": 2, "rope": True, "conv": 0, "output_gate": False},
     "a window": {"rule": {"name": "attention", "window": 24}},
+    "attention over depth": {"rule": "gated_deltanet", "attention_residuals": 2},
+    "experts": {"rule": "gated_deltanet", "experts": {"count": 4}},
+    "latents": {"rule": "attention", "rope": True, "kv_rank": 16, "q_rank": 16, "rope_dim": 8, "conv": 0},
+    "capped logits": {"rule": "gated_deltanet", "logit_cap": 10.0},
+    "two softmaxes": {"rule": "differential_attention", "conv": 0},
     "a rule for each layer": {
         "rule": "gated_deltanet",
         "layers": ["rule", {"name": "attention", "window": 24, "layer": {"kv_heads": 1, "rope": True, "conv": 0}}],
