@@ -8,10 +8,10 @@ from torch import Tensor
 
 from deltalab import InputError, get_task
 from deltalab.models.block import CANON, Block, Canon
+from deltalab.models.costs import CostCounter
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import train
 

@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 from deltalab import InputError, get_task
 from deltalab.models.block import Block
+from deltalab.models.costs import CostCounter
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model, build_model
 from deltalab.models.parts.depth import DepthNorm
 from deltalab.models.spec import ModelSpec
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import train
 

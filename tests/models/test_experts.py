@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from deltalab import InputError, get_task
 from deltalab.models.block import Block, SwiGLU
+from deltalab.models.costs import CostCounter
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model, build_model, parameter_groups
 from deltalab.models.parts.experts import Experts
 from deltalab.models.spec import EXPERTS, ModelSpec
 from deltalab.models.start import widening
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.training import evaluation, muon
 from deltalab.training.optimizer import Layout
 from deltalab.training.spec import TrainSpec

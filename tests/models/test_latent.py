@@ -9,12 +9,12 @@ from torch import Tensor
 from deltalab import InputError, get_rule, get_task
 from deltalab.export.fla.conversion import to_fla
 from deltalab.export.scales import SCALES, widened
+from deltalab.models.costs import CostCounter
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.scan import scan
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import train
 

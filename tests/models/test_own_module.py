@@ -19,11 +19,11 @@ import deltalab
 from deltalab import InputError, registry
 from deltalab.cli.app import app
 from deltalab.export.retrain import rebuild
+from deltalab.models.costs import CostCounter
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.running.run import run_study_file
 
 SIZES: dict[str, Any] = {"vocab_size": 16, "d_model": 8, "heads": 2}

@@ -59,8 +59,8 @@ def export(
             if value:
                 raise InputError(f"{option} is for a study; {source} is a folder, which holds one model")
     else:
-        from deltalab.export.best_run import best_run
         from deltalab.store import Store
+        from deltalab.study.winners.best_run import best_run
 
         try:
             with Store.open(db, create=False) as store:

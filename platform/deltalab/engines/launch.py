@@ -25,7 +25,6 @@ from uuid import uuid4
 import torch
 import yaml
 
-from deltalab import __version__
 from deltalab.data.token_shards import Packed
 from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
@@ -497,8 +496,8 @@ def _amount(size: int) -> str:
 
 def _versions(engine: str) -> dict[str, str]:
     """Returns the versions that `run.json` records."""
-    packages = {name: importlib.metadata.version(name) for name in ("torch", *ENGINES[engine])}
-    return {"deltalab": __version__, "python": platform.python_version(), **packages}
+    packages = {name: importlib.metadata.version(name) for name in ("deltalab", "torch", *ENGINES[engine])}
+    return {"python": platform.python_version(), **packages}
 
 
 def _hardware(gpus: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.costs import CostCounter
 from deltalab.models.spec import Layer, ModelSpec
-from deltalab.study.planning.model_costs import CostCounter
 
 WITHIN = 0.03
 """How far the number of parameters may be from the number that a scale is named after, as a share of the latter."""

@@ -64,3 +64,13 @@ def _counted(block: ModelSpec, length: int) -> int:
         gradients = [(parameter, parameter.grad) for parameter in network.blocks[-1].parameters()]
         _known[key] = sum(p.numel() if grad is None else int((grad == 0).sum()) for p, grad in gradients)
     return _known[key]
+
+
+def dead_parameters_text(arm: str, dead: int | None, parameters: int) -> str | None:
+    """Says that an arm has parameters that do nothing; None if it has none, or if they were not counted.
+
+    Examples:
+        >>> dead_parameters_text("without_b", 1152, 17396)
+        'without_b carries 1,152 of 17,396 parameters that do nothing.'
+    """
+    return f"{arm} carries {dead:,} of {parameters:,} parameters that do nothing." if dead else None

@@ -10,6 +10,7 @@ import torch
 from tests.support.folders import ROOT
 
 import deltalab
+from deltalab.models.costs import CostCounter
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.study.forecast import estimate as estimates
@@ -17,7 +18,6 @@ from deltalab.study.forecast import step_time
 from deltalab.study.forecast.estimate import Estimate, estimate
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step
 from deltalab.study.planning.make import make_plan
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.study_file import load_study
 from deltalab.training.spec import TrainSpec

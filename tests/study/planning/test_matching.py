@@ -14,11 +14,11 @@ from tests.support.folders import PLANTED
 
 from deltalab import registry
 from deltalab.errors import InputError
+from deltalab.models.costs import CostCounter, ModelCosts
 from deltalab.registry import add_plugin
 from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.matching import _amounts_near
-from deltalab.study.planning.model_costs import CostCounter, ModelCosts
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.running.run import arm_records
 from deltalab.study.specs.budget import Match

@@ -46,10 +46,10 @@ from tests.support.papers import (
 )
 
 import deltalab
+from deltalab.models.costs import CostCounter
 from deltalab.models.layer import Gates, RuleLayer
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.make import make_plan
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.planning.plan import PlannedArm
 from deltalab.study.specs.study_file import load_study
 

@@ -16,7 +16,6 @@ import pytest
 
 from deltalab.cli.app import main
 from deltalab.errors import InputError
-from deltalab.export.best_run import _weights
 from deltalab.store import Store, TrialRecord
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
@@ -26,6 +25,7 @@ from deltalab.study.running.progress_bars import ProgressBars
 from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.specs.study_file import StudySpec
+from deltalab.study.winners.best_run import _weights
 from deltalab.study.workers.jobs import Job, Lost, record_to_json, stack_from_json
 from deltalab.study.workers.train_stack import execute
 from deltalab.study.workers.worker import Worker

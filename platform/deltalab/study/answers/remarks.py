@@ -5,13 +5,13 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from deltalab.models.dead_parameters import dead_parameters_text
 from deltalab.store import TrialRow
 from deltalab.store.models import Stage
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.rows import Interaction, Row
 from deltalab.study.answers.sensitivity import range_end_notes, sweep
 from deltalab.study.answers.wording import format_interval, format_p
-from deltalab.study.planning.model_costs import UNEVEN, dead_parameters_text
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.specs.setting_text import settings_text
 from deltalab.study.statistics.joint_test import ALPHA, Outcome, smallest_p
@@ -30,6 +30,8 @@ SHARED = 0.8
 """The share of the time below which a training that had its core is said to have shared it."""
 SLOWER = 1.2
 """The ratio of times at equal flops from which a table speaks of it."""
+UNEVEN = 0.05
+"""The share of the base's state, parameters or flops by which an arm may differ without being marked."""
 SMALL = "A proxy task of this size does not rank every method as training at scale does."
 
 

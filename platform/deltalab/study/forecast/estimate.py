@@ -17,7 +17,8 @@ from rich.text import Text
 from deltalab.authoring import verdict
 from deltalab.authoring.module_checks import unstackable
 from deltalab.errors import InputError
-from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters
+from deltalab.models.costs import CostCounter, ModelCosts
+from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters, dead_parameters_text
 from deltalab.models.published import preset_text
 from deltalab.own_module import OwnModule
 from deltalab.reading import pairs
@@ -25,7 +26,6 @@ from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.designs import advice
 from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups, seeds_to_equal
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
-from deltalab.study.planning.model_costs import CostCounter, ModelCosts, dead_parameters_text
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.ladder_sizes import learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedSpec

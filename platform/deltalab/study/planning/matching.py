@@ -11,9 +11,9 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.block import swiglu_width
+from deltalab.models.costs import CostCounter
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule, is_path
-from deltalab.study.planning.model_costs import CostCounter
 from deltalab.study.specs.budget import Bound, Match
 from deltalab.study.specs.search_space import Search
 from deltalab.study.specs.setting_paths import model_part

@@ -12,11 +12,11 @@ import yaml
 from deltalab import registry
 from deltalab.errors import InputError
 from deltalab.export import rebuild
-from deltalab.export.best_run import best_run
 from deltalab.export.write import export
 from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.reports.report import report
 from deltalab.study.running.run import run_study_file
+from deltalab.study.winners.best_run import best_run
 from deltalab.training.train import TrainSpec
 
 STUDY: dict[str, Any] = {

@@ -21,8 +21,6 @@ MOST_COMPUTED = 2**21
 
 A larger block is counted without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory
 for large ones."""
-UNEVEN = 0.05
-"""The share of the base's state, parameters or flops by which an arm may differ without being marked."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,6 @@ class ModelCosts:
             "parameters": self.parameters,
             "flops": self.flops_per_token,
         }
-
-
-def dead_parameters_text(arm: str, dead: int | None, parameters: int) -> str | None:
-    """Says that an arm has parameters that do nothing; None if it has none, or if they were not counted.
-
-    Examples:
-        >>> dead_parameters_text("without_b", 1152, 17396)
-        'without_b carries 1,152 of 17,396 parameters that do nothing.'
-    """
-    return f"{arm} carries {dead:,} of {parameters:,} parameters that do nothing." if dead else None
 
 
 class CostCounter:

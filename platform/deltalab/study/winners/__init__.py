@@ -1,0 +1,1 @@
+"""Chooses the model of a study for an export."""
