@@ -27,6 +27,7 @@ import yaml
 
 from deltalab.data.token_shards import Packed
 from deltalab.engines import checkpoints
+from deltalab.engines.deltalab_train import launcher
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
 from deltalab.engines.stopping import end, signals_raise
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
@@ -43,7 +44,7 @@ from deltalab.export.retrain import load_rules
 from deltalab.export.scales import parameter_count
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_json, read_yaml
-from deltalab.training.recipe_keys import DEFAULTS, default_settings, micro_batch, with_defaults
+from deltalab.training.recipe_keys import DEFAULTS, FREE, default_settings, micro_batch, with_defaults
 
 ENGINES = {"torchtitan": ("torchtitan",), "accelerate": ("accelerate", "transformers")}
 """The engines, each with the packages that it needs."""
@@ -55,8 +56,12 @@ RECORD_SECONDS = 30.0
 """Seconds between two records of a run in the ledger."""
 FULL = ("No space left on device", "Errno 28", "Disk quota exceeded")
 """Texts in an engine's log that mean a full disk."""
-FREE = ("log.", "checkpoint.", "validation.", "batch.micro", "activation_checkpointing", "compile", "graphs")
-"""The settings that do not change what a step learns. A run may go on with other values of them."""
+KILLED = ("(SIGKILL)", "(SIGTERM)", "(SIGHUP)", "SignalException")
+"""Texts in an engine's log that mean that a signal ended one of its processes."""
+
+
+class Transient(InputError):
+    """A training cannot go on now, and can later with the same settings: a disk is full, or another process trains."""
 
 
 @dataclass(frozen=True)
@@ -215,19 +220,26 @@ def prepare(
     return launch
 
 
-def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callable[[Path], None] | None = None) -> int:
+def start(
+    launch: Launch,
+    *,
+    say: Callable[[str], None] = print,
+    record: Callable[[Path], None] | None = None,
+    stepped: Callable[[int], None] | None = None,
+) -> int:
     """Trains to the end, from the newest complete checkpoint if there is one.
 
     Args:
         launch: The training, from `prepare`.
         say: Is called with each line of progress.
         record: Is called with the run's folder at the start, during the training, and at the end, even after an error.
+        stepped: Is called with each step of which the engine tells. An exception that it raises ends the engine.
 
     Returns:
-        The exit status of the engine.
+        The exit status of the engine, or minus the signal that ended it.
 
     Raises:
-        InputError: If another process trains the run, or if the disk is full.
+        Transient: If another process trains the run, or if the disk is full.
         KeyboardInterrupt: The process got SIGINT, in the main thread. All processes of the engine have ended.
         SystemExit: The same for SIGTERM, with code 143, and SIGHUP, with code 129.
     """
@@ -246,7 +258,7 @@ def start(launch: Launch, *, say: Callable[[str], None] = print, record: Callabl
             return 0  # starting the engine would take minutes
         say(launch.text())
         try:
-            status = _follow(launch, say, record)
+            status = _follow(launch, say, record, stepped)
         finally:
             record(run)
     if status:
@@ -258,7 +270,7 @@ def raise_from_log(launch: Launch) -> None:
     """Reports the failure of an engine whose disk was full.
 
     Raises:
-        InputError: If the disk is full.
+        Transient: If the disk is full.
     """
     log = _tail(launch.run / "log.txt")
     free = shutil.disk_usage(launch.run).free
@@ -266,7 +278,17 @@ def raise_from_log(launch: Launch) -> None:
         complete = checkpoints.complete_checkpoints(launch.run)
         newest = f"{complete[-1]} is whole, and the same command goes on from it" if complete else None
         what_is_left = newest or "there is no checkpoint yet"
-        raise InputError(f"{launch.run}: the disk is full, {_amount(free)} are free; {what_is_left}")
+        raise Transient(f"{launch.run}: the disk is full, {_amount(free)} are free; {what_is_left}")
+
+
+def was_killed(run: Path, status: int) -> bool:
+    """Returns whether something from outside ended an engine or one of its processes, as its status or log tells."""
+    return status < 0 or any(text in _tail(run / "log.txt") for text in KILLED)
+
+
+def version_of(engine: str) -> str:
+    """Returns the version of an engine that is installed."""
+    return importlib.metadata.version(ENGINES[engine][0])
 
 
 def last_error(run: Path) -> str:
@@ -469,7 +491,7 @@ def _readable(run: Path, *, sharded: bool) -> None:
 
 
 def _room(run: Path, size: int, recipe: Mapping[str, Any]) -> None:
-    """Raises `InputError` if the disk has no room for the checkpoints that a run will add.
+    """Raises `Transient` if the disk has no room for the checkpoints that a run will add.
 
     There is one more than `checkpoint.keep` while the newest is written, unless the run writes fewer.
     """
@@ -480,7 +502,7 @@ def _room(run: Path, size: int, recipe: Mapping[str, Any]) -> None:
     count = min(max(1, keep + 1 - len(complete)), to_write)
     free, needed = shutil.disk_usage(folder).free, count * BYTES_A_PARAMETER * size
     if free < needed:
-        raise InputError(
+        raise Transient(
             f"{folder}: {_amount(free)} are free; {count} checkpoints of {size:,} parameters (checkpoint.keep {keep}, "
             f"and one while it is written) take {_amount(needed)}"
         )
@@ -571,19 +593,27 @@ def _alone(run: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"{run}: another process is training it") from None
+            raise Transient(f"{run}: another process is training it") from None
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
-def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path], None]) -> int:
+def _follow(
+    launch: Launch,
+    say: Callable[[str], None],
+    record: Callable[[Path], None],
+    stepped: Callable[[int], None] | None,
+) -> int:
     """Runs the engine with its output in `log.txt`, reports progress, and records the run. Returns the exit status."""
     metrics = launch.run / "metrics.jsonl"
     size = _whole_lines(metrics)
-    device = {} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    extra = {
+        launcher.VARIABLE: launcher.identity(os.getpid()) or "",
+        **({} if launch.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+    }
     with (launch.run / "log.txt").open("ab") as log, signals_raise():
         child = subprocess.Popen(
-            launch.command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **launch.environment, **device}
+            launch.command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **launch.environment, **extra}
         )
         last_line = last_record = time.monotonic()
         try:
@@ -592,7 +622,10 @@ def _follow(launch: Launch, say: Callable[[str], None], record: Callable[[Path],
                 progress = _Progress(launch.recipe)
                 while child.poll() is None:
                     time.sleep(0.2)
+                    before = progress.step
                     progress.read(lines)
+                    if stepped is not None and progress.step > before:
+                        stepped(progress.step)
                     now = time.monotonic()
                     if progress.news and (now - last_line > EVERY_SECONDS or progress.news_is_validation):
                         last_line = now

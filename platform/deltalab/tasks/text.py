@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.tasks.corpus import PYTHON, Corpus, corpus_path, load
 from deltalab.tasks.packed_corpus import PackedCorpus, is_packed, load_packed
@@ -99,6 +100,16 @@ class Text(Task):
 
     def fingerprint(self) -> str:
         return self._corpus.fingerprint
+
+    @property
+    def packed(self) -> Packed | None:
+        """The packed data that the task reads; None if it reads text."""
+        return self._corpus.packed if isinstance(self._corpus, PackedCorpus) else None
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The mean number of bytes of a token."""
+        return self._corpus.bytes_per_token
 
     @cached_property
     def _path(self) -> str:

@@ -59,6 +59,9 @@ LEAST = {
 """The settings that are whole numbers, each with its smallest value. At least two checkpoints are kept, because the
 newest may still be in the middle of being written."""
 
+FREE = ("log.", "checkpoint.", "validation.", "batch.micro", "activation_checkpointing", "compile", "graphs")
+"""How the settings begin that do not change what a step learns. A run may go on with other values of them."""
+
 
 def default_settings() -> dict[str, Any]:
     """Returns the dotted keys of `DEFAULTS`, such as `optimizer.lr`, with their defaults."""

@@ -20,13 +20,14 @@ from deltalab.models.parts.experts import idle_parameters
 from deltalab.models.start import initialize
 from deltalab.training.recipe_keys import micro_batch
 
-from . import FOLDER, folder, lock, metrics_file
+from . import FOLDER, folder, launcher, lock, metrics_file
 from .batches import IGNORE, Batches, Rows, held_out
 from .kept import remove_oldest
 
 RECIPE = folder.recipe()
 HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
 """The lock on the run. It lasts as long as this process, since nothing closes the file."""
+launcher.end_with_launcher()
 
 KEPT_BYTES = 4 * 2**30
 """Gathered weights of at most so many bytes stay on each GPU from the forward to the backward pass. Larger weights are

@@ -19,7 +19,7 @@ from deltalab.data.token_shards import Packed, Split
 from deltalab.models.model import build_model
 from deltalab.training.recipe_keys import micro_batch
 
-from . import FOLDER, folder, lock, metrics_file
+from . import FOLDER, folder, launcher, lock, metrics_file
 from .batches import Rows, batch
 from .kept import named_checkpoints, remove_oldest
 
@@ -170,6 +170,7 @@ def main() -> None:
     """Trains the folder from the newest complete checkpoint, or from the start."""
     recipe, run = folder.recipe(), Path(os.environ["DELTALAB_RUN"])
     lock_file = lock.share(run)
+    launcher.end_with_launcher()
     world, on_gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
     size, length, count = micro_batch(recipe, world), recipe["batch"]["length"], recipe["batch"]["sequences"]
     data = Packed(os.environ["DELTALAB_DATA"])

@@ -14,6 +14,7 @@ from deltalab.models.spec import OF_A_MIXER, ModelSpec
 from deltalab.own_module import OwnModule
 from deltalab.registry import get_task, rule_plugin
 from deltalab.study.planning.config_difference import difference
+from deltalab.study.planning.engine_limits import refuse_what_no_engine_trains
 from deltalab.study.planning.feasibility import check_space
 from deltalab.study.planning.matching import Matcher
 from deltalab.study.planning.plan import Plan, PlannedArm
@@ -124,6 +125,7 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
         for i in range(finalists):
             arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
     plan = Plan(spec, profile, arms, tasks, study_file)
+    refuse_what_no_engine_trains(plan)
     if plan.budget is None:
         return plan
     return replace(plan, notes=tuple(check_space(plan)))

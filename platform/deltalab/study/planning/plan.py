@@ -282,6 +282,7 @@ class Plan:
                 **({"tied logits": f"{TIED_WIDTH**0.5:g} / d_model"} if wide else {}),
                 **({} if reason is None else {"infeasible": reason}),
                 **({"decode": True} if self._decodes else {}),
+                **({"engine": self.spec.engine.learns_by} if self.spec.engine else {}),
             }
         )
         job = Job(
@@ -301,6 +302,7 @@ class Plan:
             gpu=self.spec.resources.gpu,
             deadline=self.spec.deadline,
             decode=self._decodes,
+            engine=self.spec.engine.model_dump(mode="json") if self.spec.engine else None,
         )
         if reason is not None:
             raise Infeasible(reason, job)

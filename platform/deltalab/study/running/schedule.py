@@ -387,7 +387,7 @@ class Schedule:
 
     def _may_stack(self, job: Job, other: Job) -> bool:
         """Whether two trials may train as one."""
-        if {job.key, other.key} & self._alone:
+        if job.engine is not None or {job.key, other.key} & self._alone:
             return False
         return (job.task, job.seeds) == (other.task, other.seeds) and stackable(job.specs, other.specs)
 

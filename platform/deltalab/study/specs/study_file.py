@@ -16,6 +16,7 @@ from deltalab.models.spec import MIXER
 from deltalab.own_module import as_rule
 from deltalab.reading import read_text, read_yaml
 from deltalab.study.specs.budget import Bound, Constrain, Match, Searching, Tune
+from deltalab.study.specs.engine import Engine
 from deltalab.study.specs.ladder_sizes import Ladder, refuse_both
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
 from deltalab.study.specs.search_space import MOST_TRIALS, STRICT, Number, Search, Whole
@@ -178,14 +179,15 @@ class Resources(_Strict):
 
     Attributes:
         cpu: Cores.
-        gpu: GPUs, 0 to 1; a fraction is a share of a GPU's memory.
+        gpu: GPUs, 0 to 1; a fraction is a share of a GPU's memory. With an `engine`, a whole number, which is that of a
+            training.
         memory: The most that a stack may use, in GiB; None for an equal share of the machine's memory for every place.
         stack: The most trials in one stack. `auto` shares the trials over all places; on CPUs it takes no more than
             make a core faster. The number does not change what a trial computes, but for rounding on a GPU.
     """
 
     cpu: Annotated[Number, Field(ge=LEAST_SHARE, le=4096)] = 1
-    gpu: Annotated[Number, Field(ge=0, le=1)] = 0
+    gpu: Annotated[Number, Field(ge=0, le=64)] = 0
     memory: Annotated[Number, Field(gt=0, le=2**20)] | None = None
     stack: Annotated[Whole, Field(ge=1, le=MOST_TRIALS)] | Literal["auto"] = "auto"
 
@@ -201,6 +203,8 @@ class Resources(_Strict):
     def _none_or_a_share(cls, raw: float) -> float:
         if 0 < raw < LEAST_SHARE:
             raise ValueError(f"must be 0, or at least {LEAST_SHARE}, not {raw}")
+        if raw > 1 and raw != int(raw):
+            raise ValueError(f"must be at most 1 or a whole number, not {raw}")
         return raw
 
     @property
@@ -228,7 +232,7 @@ class Resources(_Strict):
         return f"no stack takes a GPU, and there are {gpus:g}: resources: {{gpu: 1}} gives each stack one"
 
     def places(self, cpus: float, gpus: float) -> int:
-        """How many stacks run at a time on a machine; no stack is spread over two GPUs.
+        """How many stacks run at a time on a machine; no stack shares a GPU with one that takes several.
 
         Args:
             cpus: The machine's cores.
@@ -239,7 +243,10 @@ class Resources(_Strict):
             4
         """
         on_cpus = math.floor(cpus / self.cpu)
-        return min(on_cpus, math.floor(gpus) * math.floor(1 / self.gpu)) if self.gpu else on_cpus
+        if not self.gpu:
+            return on_cpus
+        of_gpus = math.floor(gpus / self.gpu) if self.gpu > 1 else math.floor(gpus) * math.floor(1 / self.gpu)
+        return min(on_cpus, of_gpus)
 
 
 class StudySpec(_Strict):
@@ -264,6 +271,7 @@ class StudySpec(_Strict):
         margin: The least difference that matters, by metric: arms that differ by less are equal. 0 makes any difference
             matter. A metric that is left out has its task's margin.
         resources: What one stack of trials takes.
+        engine: The engine of real training that trains each run, one at a time; None for deltalab's own training.
         deadline: Seconds that a trial may take.
     """
 
@@ -282,6 +290,7 @@ class StudySpec(_Strict):
     family: Literal["task", "study"] = "study"
     margin: dict[str, Annotated[Number, Field(ge=0, lt=math.inf)]] = {}
     resources: Resources = Resources()
+    engine: Engine | None = None
     deadline: Annotated[Number, Field(gt=0, le=1e9)] | None = None
 
     @field_validator("for_task")
@@ -298,6 +307,17 @@ class StudySpec(_Strict):
             for key in ("ablate", "factorial", "arms", "tune"):
                 if getattr(self, key):
                     raise ValueError(f"search makes its own arms and tunes them: leave out {key}")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_those_of_an_engine(self) -> Self:
+        gpus = self.resources.gpu
+        if self.engine is None and gpus > 1:
+            raise ValueError(f"resources.gpu must be at most 1 without an engine, not {gpus:g}")
+        if self.engine is not None and gpus != int(gpus):
+            raise ValueError(f"resources.gpu must be a whole number with an engine, not {gpus:g}")
+        if self.engine is not None and gpus and self.engine.processes != 1:
+            raise ValueError(f"engine.processes is for CPUs: each of the {gpus:g} GPUs of resources has one process")
         return self
 
     @model_validator(mode="after")

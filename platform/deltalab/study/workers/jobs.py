@@ -42,6 +42,7 @@ class Job:
         gpu: The share of a GPU that a stack takes; 0 for none.
         deadline: Seconds that the trial may take; None without a limit.
         decode: Whether the time of a decoding step is measured.
+        engine: The study's section `engine`; None for deltalab's own training.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Job:
     gpu: float = 0.0
     deadline: float | None = None
     decode: bool = False
+    engine: dict[str, Any] | None = None
 
     @cached_property
     def specs(self) -> "tuple[ModelSpec, TrainSpec]":

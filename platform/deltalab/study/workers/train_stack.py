@@ -52,13 +52,15 @@ def execute(
         A record of each job, in the order of the stack.
 
     Raises:
-        Lost: Weights or checkpoints cannot be read or written.
+        Lost: Weights or checkpoints cannot be read or written, or an engine was killed.
     """
     started = time.time()
     try:
         results = _train(stack, runs, threads, watch, on, beat)
         beat("saving weights")
         return [_finished(job, started, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
+    except Lost:
+        raise
     except (Exception, SystemExit) as error:
         if is_of_disk(error):
             reason = f"{traceback.format_exc()}weights and checkpoints in {runs}: {error}"
@@ -123,6 +125,11 @@ def _train(
             raise Deadline(late(first, done))
         beat(what, step, ends)
 
+    if first.engine is not None:
+        from deltalab.study.workers.engine_training import train_by_engine
+
+        (job,) = stack
+        return [train_by_engine(job, runs, watch=watch, beat=timed)]
     timed("making the task and the model")
     task = get_task(first.task_kind, **first.task_params)
     with _checkpoint(stack, runs) as checkpoint:
