@@ -141,7 +141,7 @@ def answer(
     if which == "tune":
         tables = [tuning_table(task, arms, ledger) for task in ledger.tasks.values()]
     else:
-        scores = {name: ledger.scores(task, arms, against) for name, task in ledger.tasks.items()}
+        scores = {name: ledger.scores(task, arms, against) for name, task in ledger.compared.items()}
         headline = headline_table(arms, ledger, scores, intervals=intervals)
         compared = _compared(ledger, scores, intervals, afterwards=against is not None)
         climbed = ladders(arms, ledger, scores, compared)
@@ -154,7 +154,7 @@ def answer(
                 for task, by_arm in compared.items()
             }
         tables = [
-            comparison_table(task, arms, ledger, scores[name], compared[name]) for name, task in ledger.tasks.items()
+            comparison_table(task, arms, ledger, scores[name], compared[name]) for name, task in ledger.compared.items()
         ]
     if not ledger.spec.is_search:
         for at, table in enumerate(tables):

@@ -8,7 +8,7 @@ from typing import Any
 
 from deltalab.store import Arm, FinalMetric, Store, Study, TrialRow
 from deltalab.store.models import Stage
-from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_tasks
+from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_measures, recorded_tasks
 from deltalab.study.statistics.seed_choice import Run, Scores
 
 BACKWARD = 3
@@ -22,7 +22,7 @@ OF_EVERY_TASK = ("output_rms",)
 def scores_by_task(store: Store, study: Study) -> dict[str, Scores]:
     """The scores of every arm of a study on each task, by seed."""
     arms, ledger = store.arms(study.id), RecordedScores(store, study, store.trials(study.id))
-    return {name: ledger.scores(task, arms) for name, task in ledger.tasks.items()}
+    return {name: ledger.scores(task, arms) for name, task in ledger.compared.items()}
 
 
 class RecordedScores:
@@ -32,6 +32,7 @@ class RecordedScores:
         trials: The trials that count. Infeasible trials and trials that a later trial superseded are left out.
         spec: The study's file.
         tasks: The study's tasks by name.
+        compared: These tasks, and the further metrics that the study compares, each in the place of a task.
         looks: The numbers of seeds at which the study tests its arms.
         finals: trial key -> (split, metric) -> seed -> value. Runs that did not finish are absent.
     """
@@ -40,9 +41,10 @@ class RecordedScores:
         self.trials = current([trial for trial in trials if trial.state != "infeasible"])
         self.spec = RecordedSpec(study.spec)
         self.tasks = recorded_tasks(study)
+        self.compared = self.tasks | recorded_measures(study)
         self.looks = self.spec.looks
         self._store, self._study_id = store, study.id
-        metrics = {task.metric for task in self.tasks.values()}
+        metrics = {task.metric for task in self.compared.values()}
         if self.spec.is_ladder:
             metrics.add("loss")  # ladders fit the loss
         wanted = {*product(("validation", "test"), metrics), *(("cost", cost) for cost in RECORDED_COSTS)}
@@ -57,11 +59,14 @@ class RecordedScores:
         return _by_trial(self._store.final_metrics(self._study_id, stage="confirm", metrics=on_test - self._read))
 
     def other_metrics(self, arm: str, task: RecordedTask) -> dict[str, dict[int, dict[int, float]]]:
-        """Returns an arm's metrics on test besides the compared one: metric -> candidate number -> seed -> value."""
+        """Returns an arm's metrics on test besides the compared ones: metric -> candidate number -> seed -> value."""
         found: dict[str, dict[int, dict[int, float]]] = {}
+        if task.chosen_by is not None:
+            return found  # the table of the task itself has them
+        compared = {other.metric for other in self.compared.values() if other.trained == task.name}
         for trial in self.of(arm, task.name):
             for (split, name), values in {**self.finals.get(trial.key, {}), **self._others.get(trial.key, {})}.items():
-                if split == "test" and name != task.metric and name.partition("@")[0] not in OF_EVERY_TASK:
+                if split == "test" and name not in compared and name.partition("@")[0] not in OF_EVERY_TASK:
                     found.setdefault(name, {}).setdefault(trial.number, {}).update(values)
         return found
 
@@ -70,6 +75,7 @@ class RecordedScores:
 
         For a candidate of a search, this is the trial at the last rung of successive halving that it reached.
         """
+        task = self.compared[task].trained if task in self.compared else task
         trials = [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
         fidelity = self.spec.fidelity
         return _at_last_rungs(trials, fidelity) if fidelity and stage == "tune" else trials
@@ -87,14 +93,23 @@ class RecordedScores:
                 means[trial.key] = task.sign * math.fsum(values.values()) / len(values)
         return max((trial for trial in trials if trial.key in means), key=lambda trial: means[trial.key], default=None)
 
-    def runs(self, trials: Sequence[TrialRow], metric: str) -> dict[int, dict[int, Run]]:
-        """Returns the runs of trials: candidate number -> seed -> run."""
+    def runs(
+        self, trials: Sequence[TrialRow], metric: str, chosen_by: str | None = None, sign: int = 1
+    ) -> dict[int, dict[int, Run]]:
+        """Returns the runs of trials: candidate number -> seed -> run.
+
+        Args:
+            trials: The trials.
+            metric: The metric on test.
+            chosen_by: The metric on validation; None for the same.
+            sign: -1 if less of `chosen_by` is better and more of `metric`, or the other way round.
+        """
         runs: dict[int, dict[int, Run]] = {}
         for trial in trials:
             metrics = self.finals.get(trial.key, {})
-            validation, test = (metrics.get((split, metric), {}) for split in ("validation", "test"))
+            validation, test = metrics.get(("validation", chosen_by or metric), {}), metrics.get(("test", metric), {})
             for seed in trial.runs:
-                run = Run(validation.get(seed, math.nan), test.get(seed, math.nan))
+                run = Run(sign * validation.get(seed, math.nan), test.get(seed, math.nan))
                 runs.setdefault(trial.number, {})[seed] = run
         return runs
 
@@ -116,9 +131,10 @@ class RecordedScores:
         """
         base = against or next(arm.name for arm in arms if arm.is_base)
         runs, seeds, failed = {}, {}, {}
+        chosen = task.chosen_by or task
         for arm in arms:
             trials = self.of(arm.name, task.name)
-            runs[arm.name] = self.runs(trials, task.metric)
+            runs[arm.name] = self.runs(trials, task.metric, chosen.metric, chosen.sign * task.sign)
             failed[arm.name] = {trial.number for trial in trials if trial.state == "failed"}
             trained = sorted({seed for trial in trials for seed in trial.runs})
             parts = self.spec.trained_in_parts(is_base=arm.is_base)

@@ -24,6 +24,7 @@ from deltalab.own_module import OwnModule
 from deltalab.reading import pairs
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.designs import advice
+from deltalab.study.forecast.engine_costs import engine_notes
 from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups, seeds_to_equal
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
 from deltalab.study.planning.plan import Plan, PlannedArm
@@ -270,7 +271,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         seeds_of_base=of_base,
         looks=[look.seeds for look in plan.spec.looks] if len(plan.spec.looks) > 1 else [],
         workers=workers,
-        stack=wanted.stack,
+        stack=1 if plan.spec.engine else wanted.stack,
         seconds=sum(whole) / workers if len(whole) == len(arms) else None,
         where=times.where,
         how=times.how,
@@ -294,6 +295,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         ],
         notes=(
             *advice(plan, spreads, tested),
+            *engine_notes(plan, [cost for cost, _ in costs], [arm.seconds for arm in arms], workers),
             *_searched(plan),
             *plan.notes,
             *_dead(plan, arms),

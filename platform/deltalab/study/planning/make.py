@@ -16,6 +16,7 @@ from deltalab.registry import get_task, rule_plugin
 from deltalab.study.planning.config_difference import difference
 from deltalab.study.planning.engine_limits import refuse_what_no_engine_trains
 from deltalab.study.planning.feasibility import check_space
+from deltalab.study.planning.further_metrics import further_metrics
 from deltalab.study.planning.matching import Matcher
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.ladder_sizes import keys_at_fault, tasks_at_sizes
@@ -85,7 +86,8 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     for name in spec.for_task:
         if name not in spec.task:
             raise unknown("task", name, spec.task, where="for_task")
-    _refuse_margins(spec, tasks)
+    further = tuple(further_metrics(spec, tasks))
+    _refuse_margins(spec, tasks, [of["metric"] for of in further])
     changes = _changes(spec)
     finalists = spec.search.finalists if spec.search else 0
     if (count := len(tasks) * (1 + len(changes) + finalists)) > MOST_ARMS:
@@ -124,19 +126,21 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
             arms.append(PlannedArm(name, task_name, name == "base", config, change_of))
         for i in range(finalists):
             arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
-    plan = Plan(spec, profile, arms, tasks, study_file)
+    plan = Plan(spec, profile, arms, tasks, study_file, further=further)
     refuse_what_no_engine_trains(plan)
     if plan.budget is None:
         return plan
     return replace(plan, notes=tuple(check_space(plan)))
 
 
-def _refuse_margins(spec: StudySpec, tasks: Mapping[str, Task]) -> None:
-    """Refuses the margin of a metric that no task compares, or one that no difference can exceed."""
+def _refuse_margins(spec: StudySpec, tasks: Mapping[str, Task], further: list[str]) -> None:
+    """Refuses the margin of a metric that the study does not compare, or one that no difference can exceed."""
     compared = {task.metric: task for task in tasks.values()}
     for metric, margin in spec.margin.items():
+        if metric in further:
+            continue
         if metric not in compared:
-            raise unknown("metric", metric, compared, where="margin")
+            raise unknown("metric", metric, [*compared, *further], where="margin")
         bounds = compared[metric].bounds
         if bounds and margin >= bounds[1] - bounds[0]:
             raise InputError(

@@ -61,6 +61,7 @@ class Plan:
         study_file: What errors call the study.
         notes: What to know about the search space before the study runs.
         overrides: Settings that override the study's file, by their keys.
+        further: The further metrics that the study compares, as `further_metrics` describes them.
     """
 
     spec: StudySpec
@@ -70,6 +71,7 @@ class Plan:
     study_file: str
     notes: tuple[str, ...] = ()
     overrides: dict[str, Any] = field(default_factory=dict)
+    further: tuple[dict[str, Any], ...] = ()
 
     @property
     def identity(self) -> str:
@@ -93,6 +95,8 @@ class Plan:
             computed["seeds of base"] = self.spec.seeds_of_base
         if self.spec.family != "task":
             computed["family"] = self.spec.family
+        if self.further:
+            computed["compare"] = [[of["task"], of["metric"]] for of in self.further]
         if self.spec.margin:
             computed["margin"] = dict(sorted(self.spec.margin.items()))
         return _hash(computed)

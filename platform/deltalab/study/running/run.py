@@ -423,6 +423,7 @@ def provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
             }
             for name, task in plan.tasks.items()
         },
+        **({"compare": list(plan.further)} if plan.further else {}),
     }
 
 

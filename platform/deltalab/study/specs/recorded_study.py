@@ -1,7 +1,7 @@
 """A study as the ledger has it: its file and its tasks, whatever release wrote them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ class RecordedTask:
         parameters: The parameters that the task was made with.
         fingerprint: A hash of the task's data; None for a task without data, and in records of early releases.
         margin: The least difference of the metric that matters; 0 in records of early releases.
+        chosen_by: The task whose trials are read and whose metric chooses among candidates; None for this task itself.
     """
 
     name: str
@@ -44,6 +45,12 @@ class RecordedTask:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str | None = None
     margin: float = 0.0
+    chosen_by: "RecordedTask | None" = None
+
+    @property
+    def trained(self) -> str:
+        """The name of the task that was trained."""
+        return self.name if self.chosen_by is None else self.chosen_by.name
 
     @property
     def sign(self) -> int:
@@ -158,7 +165,7 @@ class RecordedSpec:
         >>> RecordedSpec({"scales": {"model.d_model": [32, 64]}, "task": {"text": {}}}).task_of("text.d_model=64")
         'text'
         """
-        return task_of(label, self.values.get("scales"), self.tasks)
+        return task_of(label.partition(": ")[0], self.values.get("scales"), self.tasks)
 
     def families(self, labels: list[str]) -> list[list[str]]:
         """The recorded tasks whose arms are tested together: all sizes of a task, or the whole study.
@@ -177,6 +184,36 @@ class RecordedSpec:
 def recorded_tasks(study: Study) -> dict[str, RecordedTask]:
     """The tasks of a study by their recorded names, in the study's order."""
     return {name: _task(name, facts) for name, facts in study.provenance["tasks"].items()}
+
+
+def recorded_measures(study: Study) -> dict[str, RecordedTask]:
+    """The further metrics that a study compares, each as a task that was trained as the task it is measured on."""
+    tasks = recorded_tasks(study)
+    measures = {}
+    for facts in study.provenance.get("compare", ()):
+        of = tasks[facts["task"]]
+        name = measure_label(of.name, facts["metric"])
+        bounds = facts["bounds"]
+        measures[name] = replace(
+            of,
+            name=name,
+            metric=facts["metric"],
+            maximize=facts["maximize"],
+            chance=facts["chance"],
+            bounds=(bounds[0], bounds[1]) if bounds else None,
+            margin=facts["margin"],
+            chosen_by=of,
+        )
+    return measures
+
+
+def measure_label(task: str, metric: str) -> str:
+    """Names a further metric of a task.
+
+    >>> measure_label("text", "needle exact_match@512")
+    'text: needle exact_match@512'
+    """
+    return f"{task}: {metric}"
 
 
 def _task(name: str, facts: Mapping[str, Any]) -> RecordedTask:

@@ -268,6 +268,8 @@ class StudySpec(_Strict):
         seeds: How many seeds, or {at_least, at_most}, or {after, at_most} for more seeds than a test had before, or
             {arms, base} for more seeds of the base than of an arm.
         family: The arms that are tested together: those of the whole study, or those of a task.
+        compare: Further metrics of a task that arms are compared in, by the same test, such as `recall_bits_per_byte`
+            of text, or what an engine evaluates.
         margin: The least difference that matters, by metric: arms that differ by less are equal. 0 makes any difference
             matter. A metric that is left out has its task's margin.
         resources: What one stack of trials takes.
@@ -288,6 +290,7 @@ class StudySpec(_Strict):
     scales: Ladder | None = None
     seeds: SeedsKey
     family: Literal["task", "study"] = "study"
+    compare: dict[Name, tuple[str, ...]] = {}
     margin: dict[str, Annotated[Number, Field(ge=0, lt=math.inf)]] = {}
     resources: Resources = Resources()
     engine: Engine | None = None

@@ -1,0 +1,60 @@
+"""Forecasts what a study with an engine takes besides time: tokens, GPU hours and room on disk."""
+
+import math
+from collections.abc import Sequence
+
+from deltalab.engines.launch import BYTES_A_PARAMETER
+from deltalab.models.costs import ModelCosts
+from deltalab.study.planning.plan import Plan
+
+BYTES_A_WEIGHT = 4
+"""The bytes of a kept weight, in fp32."""
+KEEP = 3
+"""The checkpoints of a training beside the one that is written, unless `checkpoint.keep` says otherwise."""
+
+
+def engine_notes(plan: Plan, costs: Sequence[ModelCosts], seconds: Sequence[float | None], places: int) -> list[str]:
+    """Returns the notes on a study's engine; none without an engine.
+
+    Args:
+        plan: The study.
+        costs: The costs of each arm's model.
+        seconds: The time of all runs of each arm; None where it is not known.
+        places: The trainings at a time.
+    """
+    engine = plan.spec.engine
+    if engine is None:
+        return []
+    tokens, kept, largest = 0, 0, 0
+    for arm, cost in zip(plan.arms, costs, strict=True):
+        train, runs = arm.config["train"], plan.confirmed(arm)
+        tokens += runs * train["steps"] * train["batch_size"] * plan.tasks[arm.task].length
+        kept += runs * cost.parameters * (BYTES_A_PARAMETER + BYTES_A_WEIGHT)
+        largest = max(largest, cost.parameters)
+    at_once = places * largest * BYTES_A_PARAMETER * engine.settings.get("checkpoint.keep", KEEP)
+    gpus = int(plan.spec.resources.gpu)
+    known = [time for time in seconds if time is not None]
+    hours = f", about {sum(known) * gpus / 3600:.2g} GPU hours" if gpus and len(known) == len(seconds) and known else ""
+    of_each = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{engine.processes} process{'es' * (engine.processes > 1)}"
+    return [
+        f"engine: {engine.name} trains {plan.runs} runs one by one on {of_each} each: {_count(tokens)} tokens in "
+        f"all{hours}. Newest checkpoints and weights take {_gib(kept)} at the end, and up to {_gib(at_once)} more "
+        "while runs train."
+    ]
+
+
+def _count(number: int) -> str:
+    """Returns a number of tokens as text.
+
+    >>> _count(15_000_000_000)
+    '15.0B'
+    """
+    for unit, factor in (("B", 1e9), ("M", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}" if number < 10 * factor else f"{number / factor:,.1f}{unit}"
+    return f"{number:,}"
+
+
+def _gib(size: float) -> str:
+    """Returns a number of bytes as text."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{math.ceil(size / 2**20):,} MiB"
