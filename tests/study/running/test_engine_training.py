@@ -1,0 +1,253 @@
+"""Studies whose runs an engine trains: what a plan refuses, what the ledger gets, and that no kill changes a number."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from deltalab.engines.deltalab_train import launcher
+from deltalab.errors import InputError
+from deltalab.export.write import export
+from deltalab.models.model import Model
+from deltalab.models.spec import ModelSpec
+from deltalab.registry import get_task
+from deltalab.store import Store
+from deltalab.study.planning.make import plan_study
+from deltalab.study.reports.report import open_report
+from deltalab.study.running.run import run_study_file
+from deltalab.study.winners.best_run import best_run
+from deltalab.tasks.text import Text
+
+LENGTH = 16
+STUDY: dict[str, Any] = {
+    "name": "s",
+    "task": {"text": {"length": LENGTH, "times": [2]}},
+    "base": {
+        "rule": "gated_deltanet",
+        "model": {"d_model": 16, "layers": 1, "heads": 2},
+        "train": {"steps": 40, "batch_size": 8, "lr": 0.02, "evaluations": 4, "eval_batches": 2},
+    },
+    "arms": {"comba": {"rule": "comba"}},
+    "compare": {"text": ["recall_bits_per_byte"]},
+    "seeds": 2,
+    "engine": {"name": "torchtitan", "processes": 2, "settings": {"log.every": 1, "checkpoint.every": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packed bytes."""
+    lab = tmp_path_factory.mktemp("lab")
+    (lab / "text.txt").write_text("".join(f"line {n}: {'abcdefghij'[n % 10] * (n % 7 + 3)}\n\n" for n in range(3000)))
+    command = ["data", "pack", "text.txt", "--out", "packed", "--separator", "\n\n"]
+    shares = ["--split", "train=0.8,validation=0.1,test=0.1"]
+    subprocess.run([sys.executable, "-m", "deltalab", *command, *shares], cwd=lab, check=True, capture_output=True)
+    return lab / "packed"
+
+
+def study(packed: Path, **changes: Any) -> dict[str, Any]:
+    merged = {**STUDY, **changes}
+    tasks = {name: {"corpus": str(packed), **params} for name, params in merged["task"].items()}
+    return {**merged, "task": tasks}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a plan refuses
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "titan"}, "engine.name"),
+        ({"engine": {"name": "torchtitan", "settings": {"compiled": True}}}, "did you mean 'compile'"),
+        ({"engine": {"name": "torchtitan", "settings": {"optimizer.lr": 1.0}}}, "unknown setting 'optimizer.lr'"),
+        ({"engine": {"name": "torchtitan", "settings": {"compile": 3}}}, "compile: must be true or false, not 3"),
+        ({"engine": {"name": "torchtitan", "processes": 3}}, "base: train.batch_size 8 must be a multiple of the 3"),
+        ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `platform"),
+        ({"task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32, "corpus": None}}}, "mqar"),
+        ({"resources": {"gpu": 0.5}}, "resources.gpu must be a whole number with an engine, not 0.5"),
+        ({"resources": {"gpu": 1}}, "engine.processes is for CPUs"),
+        ({"resources": {"gpu": 2}, "engine": None}, "resources.gpu must be at most 1 without an engine, not 2"),
+        ({"compare": {"text": ["recal_bits_per_byte"]}}, "did you mean 'recall_bits_per_byte'"),
+        ({"compare": {"txt": ["loss"]}}, "compare: unknown task 'txt'; did you mean 'text'"),
+        ({"compare": {"text": ["needle exact_match@16"]}}, "compare.text: unknown metric 'needle exact_match@16'"),
+        ({"margin": {"recall_bits": 0.1}}, "margin: unknown metric 'recall_bits'; did you mean 'recall_bits_per_byte'"),
+    ],
+)
+def test_a_plan_refuses_what_an_engine_cannot_train(packed: Path, changes: dict[str, Any], message: str) -> None:
+    wrong = study(packed, **changes)
+    for params in wrong["task"].values():
+        if params["corpus"] is None:
+            del params["corpus"]
+    with pytest.raises(InputError) as error:
+        plan_study(wrong)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_is_part_of_a_trial_and_its_free_settings_are_not(packed: Path) -> None:
+    def keys(**changes: Any) -> list[str]:
+        plan = plan_study(study(packed, **changes))
+        return [plan.job(arm, "confirm", 0, {}).key for arm in plan.arms]
+
+    with_engine = keys()
+    assert with_engine != keys(engine=None)
+    assert with_engine != keys(engine="accelerate")
+    assert with_engine == keys(engine="torchtitan")
+    assert with_engine == keys(engine={"name": "torchtitan", "settings": {"compile": True}})
+    assert with_engine != keys(engine={"name": "torchtitan", "settings": {"batch.documents": "reset"}})
+    assert with_engine != keys(engine={"name": "torchtitan", "evaluate": ["needle"]})
+
+
+def test_a_plan_says_what_an_engine_takes(packed: Path) -> None:
+    from deltalab.study.forecast.estimate import estimate
+
+    notes = [note for note in estimate(plan_study(study(packed))).notes if note.startswith("engine: ")]
+    tokens = 4 * 40 * 8 * LENGTH
+    assert len(notes) == 1
+    assert f"trains 4 runs one by one on 2 processes each: {tokens:,} tokens" in notes[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the ledger gets
+
+
+def finals(store: Store, split: str, metric: str) -> dict[tuple[str, int], float]:
+    rows = store.final_metrics(1, metrics={(split, metric)})
+    return {(row.trial, row.seed): row.value for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torchtitan", "accelerate"])
+def test_the_engine_trains_and_the_trial_is_measured_as_ever(packed: Path, tmp_path: Path, engine: str) -> None:
+    db, file = tmp_path / "lab.db", tmp_path / "s.yaml"
+    both = engine == "torchtitan"
+    section = {**STUDY["engine"], "name": engine, "processes": 1 + both, "evaluate": ["loss"]}
+    changes = {"engine": section, "seeds": 1} if both else {"engine": section, "arms": {}}
+    file.write_text(yaml.safe_dump(study(packed, **changes)))
+    given: dict[str, Any] = {"db": db, "executor": "inline", "unchecked": True}
+    first = run_study_file(file, **given)
+    trials = 1 + both
+    assert (first.state, first.trials, first.known) == ("done", trials, 0)
+    again = run_study_file(file, **given)
+    assert (again.state, again.known) == ("done", trials)
+    with Store.open(db) as store:
+        trial = next(row for row in store.trials(1) if row.arm == "base")
+        assert trial.hardware["engine"].startswith(engine)
+        assert trial.hardware["processes"] == str(1 + both)
+        curve = [point.step for point in store.curves(1, "text", "bits_per_byte", "validation") if point.arm == "base"]
+        assert sorted(set(curve)) == [10, 20, 30, 40]
+        scores = finals(store, "test", "bits_per_byte")
+        assert len(set(scores.values())) == 2, "seeds and arms differ"
+        assert len(finals(store, "test", "loss loss@16")) == 2, "what the engine's section evaluates"
+        artifact = next(a for _, run, a in store.artifacts(1, "base") if run.seed == 1)
+        weights = torch.load(artifact.path, weights_only=True)
+        model = Model(ModelSpec.of({**trial.config["model"], "rule": trial.config["rule"]}))
+        model.load_state_dict(weights)
+        task = get_task("text", **STUDY["task"]["text"] | {"corpus": str(packed)})
+        assert isinstance(task, Text)
+        assert scores[trial.key, 1] == pytest.approx(bits_per_byte(model, task), rel=1e-4)
+        chosen = best_run(store, 1, arm="base", best=False, task=None).source
+    export(replace(chosen, tokenizer=None), tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").is_file()
+    tables = {table.task: table for table in open_report("s", db=db).tables}
+    assert list(tables) == ["text", "text: recall_bits_per_byte"]
+    assert tables["text: recall_bits_per_byte"].metric == "recall_bits_per_byte"
+    assert tables["text"].rows[0].score.mean == pytest.approx(
+        sum(value for (key, _), value in scores.items() if key == trial.key) / (2 - both)
+    )
+
+
+def bits_per_byte(model: Model, task: Text) -> float:
+    """The test score by its definition, without the trainer: 2 batches of 8."""
+    nats = count = 0.0
+    for step in range(2):
+        batch = task.batch("test", 8, 0, step)
+        with torch.no_grad():
+            logits = model(batch.inputs)
+        nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").item()
+        count += batch.targets.numel()
+    return nats / count / math.log(2) / task.bytes_per_token
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kills
+
+
+def test_a_process_ends_with_the_command_that_launched_it(tmp_path: Path) -> None:
+    """Of a launcher that is killed by SIGKILL, which can tell nobody, the worker ends within seconds."""
+    worker = (
+        "import time; from deltalab.engines.deltalab_train.launcher import end_with_launcher; end_with_launcher(); "
+        "print('watches', flush=True); time.sleep(60)"
+    )
+    code = (
+        "import os, subprocess, sys; from deltalab.engines.deltalab_train import launcher as l\n"
+        "os.environ[l.VARIABLE] = l.identity(os.getpid())\n"
+        f"subprocess.run([sys.executable, '-c', {worker!r}])"
+    )
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    assert command.stdout.readline() == "watches\n"
+    (child,) = psutil.Process(command.pid).children()
+    command.kill()
+    command.wait()
+    child.wait(timeout=20)
+
+
+def test_a_process_that_nobody_launched_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(launcher.VARIABLE, raising=False)
+    launcher.end_with_launcher()
+    assert launcher.identity(os.getpid()) == launcher.identity(os.getpid())
+    assert launcher.identity(2**22) is None
+
+
+def command(file: Path, name: str) -> list[str]:
+    options = ["--executor", "inline", "--unchecked", "--db", f"{name}.db", "--storage", str(file.parent / name)]
+    return [sys.executable, "-m", "deltalab", "study", "run", str(file), *options]
+
+
+def losses(db: Path) -> dict[tuple[str, str], float]:
+    with Store.open(db) as store:
+        rows = store.final_metrics(1, metrics={(split, "loss") for split in ("train", "validation", "test")})
+        return {(row.trial, row.split): row.value for row in rows}
+
+
+@pytest.fixture(scope="module")
+def whole(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a study of one run, and the ledger of a driver that nothing killed."""
+    lab = tmp_path_factory.mktemp("whole")
+    (lab / "s.yaml").write_text(yaml.safe_dump(study(packed, arms={}, seeds=1, compare={})))
+    subprocess.run(command(lab / "s.yaml", "whole"), cwd=lab, check=True, capture_output=True)
+    assert len(losses(lab / "whole.db")) == 3
+    return lab
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["driver", "torch.distributed.run", "rank"])
+def test_no_kill_changes_a_loss(whole: Path, victim: str) -> None:
+    killed = command(whole / "s.yaml", victim)
+    driver = subprocess.Popen(killed, cwd=whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not list((whole / victim).glob("engines/*/seed_1/checkpoints/step-8/.metadata")):
+        assert time.monotonic() < until, "no checkpoint"
+        assert driver.poll() is None, "it trained to its end before the kill"
+        time.sleep(0.05)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    named = [child.pid for child in family if victim in " ".join(child.cmdline())]
+    ranks = [child.pid for child in family if "LOCAL_RANK" in child.environ()]
+    os.kill({"driver": [driver.pid], "rank": ranks}.get(victim, named)[0], signal.SIGKILL)
+    if victim == "driver":
+        driver.wait()
+        driver = subprocess.Popen(killed, cwd=whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert driver.wait(timeout=240) == 0
+    assert losses(whole / f"{victim}.db") == losses(whole / "whole.db")
