@@ -158,7 +158,7 @@ def prepare(
         )
     packed = _packed(data)
     _same_tokenizer(folder, written, config, data, packed)
-    version = _installed(engine)
+    version = version_of(engine)
     available = torch.cuda.device_count()
     gpus = available if gpus is None else gpus
     if gpus > available:
@@ -286,11 +286,6 @@ def was_killed(run: Path, status: int) -> bool:
     return status < 0 or any(text in _tail(run / "log.txt") for text in KILLED)
 
 
-def version_of(engine: str) -> str:
-    """Returns the version of an engine that is installed."""
-    return importlib.metadata.version(ENGINES[engine][0])
-
-
 def last_error(run: Path) -> str:
     """Returns the last line of the engine's log that names an error, or the last line if none does."""
     lines = [line.strip() for line in _tail(run / "log.txt").splitlines()]
@@ -370,7 +365,7 @@ def _same_tokenizer(
         )
 
 
-def _installed(engine: str) -> str:
+def version_of(engine: str) -> str:
     """Returns the version of the engine. Raises `InputError` if the engine is not installed or does not fit torch."""
     for name in ENGINES[engine]:
         if importlib.util.find_spec(name) is None:

@@ -151,7 +151,7 @@ TYPES = [
     ({"resources": {"cpu": True}}, "resources.cpu must be a number, not True"),
     ({"resources": {"cpu": float("inf")}}, "inf is not a finite number"),
     ({"resources": {"gpu": -1}}, "resources.gpu must be greater than or equal to 0"),
-    ({"resources": {"gpu": 2}}, "resources.gpu must be less than or equal to 1"),
+    ({"resources": {"gpu": 2}}, "resources.gpu must be at most 1 without an engine"),
     ({"deadline": 0}, "deadline must be greater than 0"),
     ({"deadline": "1h"}, "deadline must be a number"),
     ({"profiles": ["gpu"]}, "profiles: must be a mapping"),

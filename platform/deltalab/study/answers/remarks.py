@@ -364,6 +364,7 @@ def answer_notes(
         f"Whole study: if no arm differed from {against or 'the base'}, at most {100 * most:.3g}% of such studies "
         f"would find a difference{' on a task' if has_headline else ''}"
         + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
+        *_about_engine(spec),
         *_about_headline(ledger, has_headline),
         *_about_looks(spec, is_open=is_open),
         *([presets] if presets else []),
@@ -384,6 +385,18 @@ def _about_test(spec: RecordedSpec, family: str, against: str | None) -> str:
         "that of an exact test by relabelling runs, or of Welch's test if that is larger, times the number of "
         f"{family} arms; so intervals hold jointly."
     )
+
+
+def _about_engine(spec: RecordedSpec) -> Iterator[str]:
+    """Yields what trained the runs, and where their learning rates come from, of a study with an engine."""
+    if not (engine := spec.values.get("engine")):
+        return
+    rates = "all arms have the learning rate of the file, unless an arm sets its own"
+    if spec.is_tuned and "train.lr" in spec.tuned:
+        rates = "learning rates were swept at this size"
+    elif spec.is_ladder and spec.scales.transfer == "mup":
+        rates = "learning rates are those of the smallest width, which mup scales"
+    yield f"Each run was trained by {engine['name']}; {rates}. Its weights were measured on the test split by deltalab."
 
 
 def _about_headline(ledger: RecordedScores, has_headline: bool) -> Iterator[str]:

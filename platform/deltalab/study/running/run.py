@@ -16,6 +16,7 @@ import torch
 
 from deltalab.authoring import verdict
 from deltalab.authoring.module_checks import demand_modules
+from deltalab.engines.launch import version_of
 from deltalab.errors import InputError
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
@@ -226,6 +227,10 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
         raise InputError(f"--workers must be at least 1, not {workers}")
     if executor == "inline" and (address is not None or (workers or 1) > 1):
         raise InputError("--executor inline runs one stack at a time: --workers and --address are Ray's")
+    if plan.spec.engine is not None:
+        version_of(plan.spec.engine.name)
+        if "://" in (settings.storage or "").removeprefix("file://"):
+            raise InputError(f"--storage {settings.storage}: an engine's checkpoints need a folder, not a URL")
     if executor == "ray":
         temporary()
     gpu = plan.spec.resources.gpu
