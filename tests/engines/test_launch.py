@@ -554,7 +554,8 @@ def test_the_trainer_trains_matrices_as_base_width_asks(
     spec = ModelSpec.of({"rule": "comba", "vocab_size": 16, "d_model": 16, "heads": 2, "layers": 1, "base_width": 4})
     model = DeltaLabForCausalLM(DeltaLabConfig(**vars(spec)))
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=0.02, weight_decay=0.01)
-    made = Deterministic(model=model, args=args).create_optimizer()
+    recipe = with_defaults({"optimizer": {"lr": 0.02, "weight_decay": 0.01}})
+    made = Deterministic(recipe, model=model, args=args).create_optimizer()
     wanted = torch.optim.AdamW(model.parameter_groups(0.01, 0.02), lr=0.02)
     assert rates(model, made) == rates(model, wanted)
     assert len(set(rates(model, made).values())) == 3

@@ -103,12 +103,12 @@ def test_what_the_user_sets_stays_and_a_size_that_misses_the_name_is_refused():
         at_scale(spec(), "340M", None, {"layers": 3})
 
 
-def test_a_trial_by_muon_says_that_engines_train_by_adamw(tmp_path):
+def test_a_trial_by_muon_is_exported_to_train_by_muon(tmp_path):
     train = TrainSpec(steps=10, batch_size=2, lr=3e-3, evaluations=1, optimizer="muon")
     recipe = make_recipe(train, 16, seed=0, origin="trial k")
-    written = export(replace(source(), recipe=recipe), tmp_path / "out")
-    assert "recipe.yaml trains by AdamW, at the rate that the trial had for muon" in written.notes[0]
-    assert export(source(), tmp_path / "other").notes == []
+    assert export(replace(source(), recipe=recipe), tmp_path / "out").notes == []
+    written = recipe_of(tmp_path / "out")
+    assert (written["optimizer"]["name"], written["origin"]["optimizer"]) == ("muon", {"from": "trial k"})
 
 
 def test_a_scaled_folder_is_untrained_and_says_so(tmp_path):

@@ -172,6 +172,11 @@ def prepare(
         raise InputError(f"{error}; --set batch.sequences=... changes it") from None
     load_rules(folder)
     model = ModelSpec.of({name: value for name, value in config.items() if name in ModelSpec.__dataclass_fields__})
+    if recipe["optimizer"]["name"] == "muon" and model.width_share != 1:
+        raise InputError(
+            f"optimizer.name muon does not go with base_width {model.base_width} of {folder}: its steps have one size "
+            "at all widths; export with --set model.base_width=null, or give --set optimizer.name=adamw"
+        )
     identity = {
         "model": _digest({name: value for name, value in config.items() if name in ModelSpec.__dataclass_fields__}),
         "data": packed.meta["sha256"],
@@ -444,7 +449,9 @@ def _same_training(run: Path, before: Mapping[str, Any], recipe: dict[str, Any],
     if not trained or was == all_settings(recipe):
         return
     kind, steps = was["schedule.kind"], (was["steps"], recipe["steps"])
-    if kind == "constant" or (kind == "wsd" and all(trained + round(0.1 * count) <= count for count in steps)):
+    decays = [round((1 - was["schedule.stable"]) * count) for count in steps]
+    stable = kind == "wsd" and all(trained + decay <= count for decay, count in zip(decays, steps, strict=True))
+    if kind == "constant" or stable:
         if keep_warmup:
             recipe["schedule"]["warmup_steps"] = was["schedule.warmup_steps"]
         was["steps"] = recipe["steps"]

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 PACKAGE = "deltalab_train"
 WHERE = f"engines/{PACKAGE}"
 """The place of the package in an exported folder."""
-BESIDE = {"token_shards": "data", "recipe_keys": "training"}
+BESIDE = {"token_shards": "data", "recipe_keys": "training", "schedule": "training", "muon": "training"}
 """Modules of deltalab that are copied into the package, each with its folder in deltalab. The package imports all other
 modules from the exported folder."""
 

@@ -182,9 +182,9 @@ class DeltaLabModel(PreTrainedModel):
         """
         shard_gates(self)
 
-    def parameter_groups(self, weight_decay: float, lr: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, weight_decay: float, lr: float, *, muon: bool = False) -> list[dict[str, Any]]:
         """Returns an optimizer's groups with a study's rates and decays; see `models.model.parameter_groups`."""
-        return parameter_groups(self.model, weight_decay, lr)
+        return parameter_groups(self.model, weight_decay, lr, muon=muon)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:

@@ -14,10 +14,16 @@ from deltalab.export.scales import COMBA_PAPER, SCALES, parameter_count
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_text, read_yaml
 from deltalab.training.optimizer import EPS
-from deltalab.training.recipe_keys import CHOICES, LEAST, default_settings, with_defaults
+from deltalab.training.recipe_keys import CHOICES, LEAST, SHARES, default_settings, with_defaults
 from deltalab.training.spec import TrainSpec
 
 RECIPE_FILE = "recipe.yaml"
+OF_KINDS = {
+    "schedule.final": ("cosine", "linear", "wsd"),
+    "schedule.stable": ("wsd",),
+    "schedule.decay": ("wsd",),
+}
+"""The settings that only some kinds of schedules read, with these kinds."""
 
 
 def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[str, Any]:
@@ -31,7 +37,7 @@ def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[s
     """
     return {
         "optimizer": {
-            "name": "adamw",
+            "name": train.optimizer,
             "lr": train.lr,
             "betas": list(train.betas),
             "eps": EPS,
@@ -49,9 +55,8 @@ def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[s
         "precision": "fp32" if train.precision == "fp32" else "bf16",
         "seed": seed,
         "origin": {
-            **{name: {"from": origin} for name in ("lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")},
-            # No engine of an export has another optimizer.
-            **({"optimizer": {"from": "the engines", "was": train.optimizer}} if train.optimizer != "adamw" else {}),
+            name: {"from": origin}
+            for name in ("optimizer", "lr", "weight_decay", "warmup_steps", "clip", "batch", "steps")
         },
     }
 
@@ -166,6 +171,12 @@ def changed_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefi
     if after["steps"] != before["steps"] and "schedule.warmup_steps" not in given:
         after["schedule.warmup_steps"] = round(before["schedule.warmup_steps"] / before["steps"] * after["steps"])
         _put(new, "schedule.warmup_steps", after["schedule.warmup_steps"])
+    for key, kinds in OF_KINDS.items():
+        if key in given and after["schedule.kind"] not in kinds:
+            raise InputError(
+                f"--set {prefix}{key}: has no effect on a schedule of kind {after['schedule.kind']}, only on "
+                f"{' or '.join(kinds)}"
+            )
     if after["schedule.warmup_steps"] > after["steps"]:
         warmup, steps = after["schedule.warmup_steps"], after["steps"]
         raise InputError(f"{prefix}schedule.warmup_steps {warmup} exceed {prefix}steps {steps}")
@@ -189,6 +200,9 @@ def check_setting(key: str, value: object, *, where: str) -> None:
     if key in CHOICES:
         if value not in CHOICES[key]:
             raise unknown("value", value, CHOICES[key], where=where)
+    elif key in SHARES:
+        if not _number(value) or float(value) > 1:  # type: ignore[arg-type]
+            raise InputError(f"{where}: must be a number from 0 to 1, not {value!r}")
     elif key in LEAST:
         if not isinstance(value, int) or isinstance(value, bool) or value < LEAST[key]:
             raise InputError(f"{where}: must be a whole number of at least {LEAST[key]}, not {value!r}")
@@ -268,6 +282,8 @@ def _put(recipe: dict[str, Any], key: str, value: Any) -> None:
 
 def _origin_name(key: str) -> str:
     """The name under which `origin` lists a setting."""
+    if key in ("optimizer.name", "schedule.kind"):
+        return key.partition(".")[0]
     return key.removeprefix("optimizer.").removeprefix("schedule.")
 
 

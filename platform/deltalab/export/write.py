@@ -85,11 +85,6 @@ def export(
             f"--tokenizer {name} has {size} tokens, the model {model.vocab_size}: give --scale, or --set "
             f"model.vocab_size={-(-size // PADDED) * PADDED}, and the model starts untrained"
         )
-    if (was := source.recipe.get("origin", {}).get("optimizer", {}).get("was")) is not None:
-        notes.append(
-            f"recipe.yaml trains by AdamW, at the rate that the trial had for {was}: no engine of an export has {was}; "
-            "--set recipe.optimizer.lr=... gives another rate"
-        )
     resized = model != source.model
     if weights and resized:
         options = [option for option, used in (("--scale", scale), ("--set", fixed)) if used]

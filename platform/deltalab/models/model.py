@@ -15,7 +15,7 @@ from deltalab.models.graphs import BlockGraphs
 from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.parts.depth import Outputs
 from deltalab.models.spec import ModelSpec
-from deltalab.models.start import Normal, Started, initialize, linear, widening
+from deltalab.models.start import Normal, Started, hidden_matrices, initialize, linear, widening
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import capped, linear_cross_entropy
 from deltalab.ops.norm import RMSNorm
@@ -339,7 +339,9 @@ def build_model(spec: ModelSpec | Mapping[str, Any], *, seed: int = 0) -> Model:
     return model
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, lr: float | None = None) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, lr: float | None = None, *, muon: bool = False
+) -> list[dict[str, Any]]:
     """Returns optimizer groups in which weight decay applies to matrices alone.
 
     It does not apply to norms and to the numbers that gates learn for each head (a, dt, b, d). A model with a
@@ -350,9 +352,10 @@ def parameter_groups(model: nn.Module, weight_decay: float, lr: float | None = N
         model: The model.
         weight_decay: The weight decay.
         lr: The learning rate. A model with a `base_width` needs it.
+        muon: Whether another group comes first, with `muon` set: the matrices that Muon trains.
 
     Raises:
-        InputError: The model has a `base_width`, and there is no `lr`.
+        InputError: The model has a `base_width`, and there is no `lr`, or `muon` is asked for.
 
     References:
         Wortsman et al. 2023, arXiv:2309.14322, for the decay that does not fall with the rate.
@@ -361,13 +364,18 @@ def parameter_groups(model: nn.Module, weight_decay: float, lr: float | None = N
     scaled = [] if share == 1 else widening(model)
     if scaled and lr is None:
         raise InputError(f"a model with a base_width needs lr: its matrices have {share:g} times that rate")
-    scaled_ids = {id(p) for p in scaled}
-    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in scaled_ids]
+    if muon and share != 1:
+        raise InputError("optimizer muon does not go with a base_width: its steps have one size at all widths")
+    hidden = [*hidden_matrices(model).values()] if muon else []
+    own_group = {id(p) for p in [*scaled, *hidden]}
+    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in own_group]
     free = [p for p in model.parameters() if p.dim() <= 1]
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": free, "weight_decay": 0.0},
     ]
+    if hidden:
+        return [{"params": hidden, "weight_decay": weight_decay, "muon": True}, *groups]
     if lr is None or not scaled:
         return groups
     return [{"params": scaled, "weight_decay": weight_decay / share, "lr": lr * share}, *groups]

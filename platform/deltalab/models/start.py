@@ -189,6 +189,18 @@ def widening(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the matrices [a, b] of projections inside of a model's blocks, by name. A tensor [n, a, b] is n of them.
+
+    Vectors in the shape of matrices, with a or b equal to 1, are left out.
+    """
+    return {
+        f"{path}.weight": cast(nn.Parameter, part.weight)
+        for path, part in model.named_modules()
+        if path.startswith("blocks.") and isinstance(part, nn.Linear | Matrices) and min(part.weight.shape[-2:]) > 1
+    }
+
+
 def initialize(
     module: nn.Module, seed: int | None = None, *, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True
 ) -> None:

@@ -1,6 +1,11 @@
-"""Muon for many runs at once: the matrices of the blocks move by orthogonal steps, all else by AdamW."""
+"""Muon: the matrices of the blocks move by orthogonal steps, all else by AdamW.
 
-from collections.abc import Mapping, Sequence
+`Muon` trains many runs at once, for studies. `MuonWithAdamW` trains one model, for engines. Exported folders hold a
+copy of this module.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,3 +89,49 @@ class Muon:
             new = shrink * old - AS_ADAMW * max(shape) ** 0.5 * rate * way
             for number, start in enumerate(starts):
                 weights[:, start : start + shape.numel()] = new[:, number].flatten(1)
+
+
+class MuonWithAdamW(torch.optim.AdamW):
+    """Muon for the groups of parameters with `muon`, and AdamW for the others, with the steps of a study.
+
+    A parameter [a, b] is a matrix, and a parameter [n, a, b] holds n of them. Of a parameter that several processes
+    share, each process gathers the momentum, makes the whole step, and takes its own part of it.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Updates all parameters."""
+        groups = [group for group in self.param_groups if group.get("muon")]
+        grads = {p: p.grad for group in groups for p in group["params"]}
+        for p in grads:
+            p.grad = None  # AdamW passes over parameters without a gradient
+        loss = super().step(closure)
+        for group in groups:
+            for p in group["params"]:
+                p.grad = grads[p]
+                if p.grad is not None:
+                    self._move(p, group["lr"], group["lr"] * group["weight_decay"], group["betas"][0])
+        return loss
+
+    def _move(self, p: Tensor, lr: float, decay: float, beta: float) -> None:
+        """Makes the step of one parameter: see `Muon`."""
+        state = self.state[p]
+        if not state:
+            # Optimizers of torch that load a state look for the number of steps.
+            state["step"], state["exp_avg"] = torch.zeros(()), torch.zeros_like(p)
+        state["step"] += 1
+        assert p.grad is not None
+        ahead = p.grad.lerp(state["exp_avg"].lerp_(p.grad, 1 - beta), beta)
+        size = AS_ADAMW * max(p.shape[-2:]) ** 0.5 * lr
+        p.mul_(1 - decay).sub_(_orthogonal_part(ahead.bfloat16() if ahead.is_cuda else ahead).to(p.dtype), alpha=size)
+
+
+def _orthogonal_part(x: Tensor) -> Tensor:
+    """Returns `orthogonal(x)`. Of a tensor that processes share, it computes the whole, and returns each its part."""
+    if not hasattr(x, "device_mesh"):
+        return orthogonal(x)
+    # Import late: the import takes a second, and few models are shared.
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(x, DTensor)
+    return distribute_tensor(orthogonal(x.full_tensor()), x.device_mesh, x.placements, src_data_rank=None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deltalab.models.model import parameter_groups
-from deltalab.models.start import Matrices
+from deltalab.models.start import hidden_matrices
 from deltalab.ops.backends import automatic
 from deltalab.training.muon import Muon
 
@@ -59,13 +59,9 @@ class Layout:
         starts = dict(zip(self.names, itertools.accumulate(self.sizes, initial=0), strict=False))
         self.matrices: dict[torch.Size, list[int]] = {}
         """Where the matrices of projections inside of the blocks begin, by shape: see `Muon`."""
-        for path, part in model.named_modules():
-            if path.startswith("blocks.") and isinstance(part, nn.Linear) and min(part.weight.shape) > 1:
-                self.matrices.setdefault(part.weight.shape, []).append(starts[f"{path}.weight"])
-            elif path.startswith("blocks.") and isinstance(part, Matrices) and min(part.weight.shape[1:]) > 1:
-                start, shape = starts[f"{path}.weight"], part.weight.shape[1:]
-                each = range(start, start + part.weight.numel(), shape.numel())
-                self.matrices.setdefault(shape, []).extend(each)
+        for name, matrices in hidden_matrices(model).items():
+            start, shape = starts[name], matrices.shape[-2:]
+            self.matrices.setdefault(shape, []).extend(range(start, start + matrices.numel(), shape.numel()))
         self.head = next(name for name, p in parameters.items() if p is getattr(model, "head", None))
 
     def pack(self, state: Mapping[str, Tensor]) -> Tensor:

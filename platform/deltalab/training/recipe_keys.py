@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from deltalab.training.schedule import DECAYS, STABLE, learning_rate
+
 TOKENS_AT_ONCE = 32768
 """Tokens that a process takes in one pass unless `batch.micro` says how many sequences. The rest of a batch is
 accumulated."""
 
 DEFAULTS: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-    "schedule": {"kind": "cosine", "warmup_steps": 0, "final": 0.0},
+    "schedule": {"kind": "cosine", "warmup_steps": 0, "final": 0.0, "stable": STABLE, "decay": "linear"},
     "clip": 1.0,
     "z_loss": 0.0,
     "batch": {"sequences": 128, "length": 2048, "micro": None, "documents": "cross"},
@@ -25,23 +27,29 @@ DEFAULTS: dict[str, Any] = {
 }
 """The keys of a recipe that a training reads, each with its default.
 
+- `optimizer`: `adamw`; or `muon` for the matrices of the blocks, with the first of `betas` as momentum, and AdamW for
+  all else.
 - `clip`: the largest norm of the gradient; 0 means no limit.
 - `z_loss`: the weight of the squared logarithm of softmax's denominator in the loss that is trained on.
 - `batch`: `sequences` counts those of all processes together, and `micro` those of one process in one pass. With
   documents `cross`, the state runs on from one document of a row to the next; `reset` empties the state in between.
-- `schedule`: a linear warm-up, then a decay of kind `cosine`, `linear`, `constant` or `wsd` (constant, and linear over
-  the last tenth of the steps) down to `final`, a share of lr.
+- `schedule`: a linear warm-up, then a decay of kind `cosine`, `linear`, `constant` or `wsd` down to `final`, a share of
+  lr. `wsd` is constant up to `stable`, a share of the steps, and then decays as the word `decay` says.
 - `graphs`: whether a single GPU replays blocks as CUDA graphs, unless it checkpoints or compiles the blocks.
 - `every` of `log`, `checkpoint` and `validation` counts steps; null means that the number of steps decides.
 """
 
 CHOICES = {
-    "optimizer.name": ("adamw",),
+    "optimizer.name": ("adamw", "muon"),
     "schedule.kind": ("cosine", "linear", "constant", "wsd"),
+    "schedule.decay": DECAYS,
     "batch.documents": ("cross", "reset"),
     "precision": ("bf16", "fp32"),
 }
 """The settings that take one of a few words, with these words."""
+
+SHARES = ("schedule.final", "schedule.stable")
+"""The settings that are numbers from 0 to 1."""
 
 LEAST = {
     "schedule.warmup_steps": 0,
@@ -86,6 +94,17 @@ def with_defaults(recipe: Mapping[str, Any]) -> dict[str, Any]:
         if settings[part]["every"] is None:
             settings[part]["every"] = min(most, max(1, steps // share))
     return settings
+
+
+def rate_factor(recipe: Mapping[str, Any], step: int) -> float:
+    """Returns the factor of the learning rates in the update that follows `step` updates.
+
+    Args:
+        recipe: A recipe that `with_defaults` completed.
+        step: The updates so far.
+    """
+    rest = {name: value for name, value in recipe["schedule"].items() if name != "warmup_steps"}
+    return learning_rate(1.0, step, recipe["steps"], warmup=recipe["schedule"]["warmup_steps"], **rest)
 
 
 def micro_batch(recipe: Mapping[str, Any], world: int) -> int:

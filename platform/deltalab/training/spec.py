@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.models.spec import LATER, ModelSpec
+from deltalab.training.schedule import learning_rate
 
 MOST = {"steps": 10**9, "batch_size": 2**20, "evaluations": 10**5, "eval_batches": 10**6}
 """The largest value of each whole number in `TrainSpec`."""
@@ -23,9 +24,6 @@ CHOICES = {
 
 OF_A_ROW = ("lr", "weight_decay", "warmup", "clip", "betas", "schedule", "final")
 """The settings that trials of one stack may each have their own."""
-
-STABLE = 0.9
-"""The share of the steps after which the schedule `wsd` decays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,19 +119,9 @@ class TrainSpec:
             >>> [round(spec.learning_rate(step), 3) for step in (0, 9, 10, 55, 100)]
             [0.1, 1.0, 1.0, 0.5, 0.0]
         """
-        warm = round(self.warmup * self.steps)
-        if step < warm:
-            return self.lr * (step + 1) / warm
-        done = (step - warm) / max(self.steps - warm, 1)
-        if self.schedule == "cosine":
-            share = 0.5 * (1 + math.cos(math.pi * done))
-        elif self.schedule == "linear":
-            share = 1 - done
-        elif self.schedule == "wsd":
-            share = min(1.0, (self.steps - step) / max(round((1 - STABLE) * self.steps), 1))
-        else:
-            share = 1.0
-        return self.lr * (self.final + (1 - self.final) * share) if self.final else self.lr * share
+        return learning_rate(
+            self.lr, step, self.steps, warmup=round(self.warmup * self.steps), kind=self.schedule, final=self.final
+        )
 
 
 def stackable(first: tuple[ModelSpec, TrainSpec], second: tuple[ModelSpec, TrainSpec]) -> bool:

@@ -18,7 +18,8 @@ from deltalab.models.layer import shard_gates
 from deltalab.models.model import Model, head_loss, parameter_groups
 from deltalab.models.parts.experts import idle_parameters
 from deltalab.models.start import initialize
-from deltalab.training.recipe_keys import micro_batch
+from deltalab.training.muon import MuonWithAdamW
+from deltalab.training.recipe_keys import micro_batch, rate_factor
 
 from . import FOLDER, folder, launcher, lock, metrics_file
 from .batches import IGNORE, Batches, Rows, held_out
@@ -153,8 +154,12 @@ class SameNames:
         return hf_state_dict
 
 
-def groups(module: Pretraining) -> list[tuple[list[str], dict[str, float]]]:
-    """Returns (names of parameters, {lr, weight_decay}) of each group of parameters, as a study groups them.
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "muon": MuonWithAdamW}
+"""The recipe's name of an optimizer -> its class."""
+
+
+def groups(module: Pretraining) -> list[tuple[list[str], dict[str, Any]]]:
+    """Returns (names of parameters, {lr, weight_decay, muon}) of each group of parameters, as a study groups them.
 
     The last group has the recipe's lr, which torchtitan's metrics then show.
     """
@@ -162,9 +167,11 @@ def groups(module: Pretraining) -> list[tuple[list[str], dict[str, float]]]:
     return [
         (
             [names[id(parameter)] for parameter in group["params"]],
-            {"lr": group.get("lr", optimizer["lr"]), "weight_decay": group["weight_decay"]},
+            {"lr": optimizer["lr"], **{name: value for name, value in group.items() if name != "params"}},
         )
-        for group in parameter_groups(module.model, optimizer["weight_decay"], optimizer["lr"])
+        for group in parameter_groups(
+            module.model, optimizer["weight_decay"], optimizer["lr"], muon=optimizer["name"] == "muon"
+        )
         if group["params"]
     ]
 
@@ -279,12 +286,9 @@ def keep_as_asked(manager: type[Any]) -> None:
     manager.save = save_and_remove
 
 
-def decay() -> tuple[str, float | None, float]:
-    """Returns the schedule as torchtitan's decay_type, decay_ratio and min_lr_factor."""
-    kind, final = RECIPE["schedule"]["kind"], RECIPE["schedule"]["final"]
-    if kind == "constant":
-        return "linear", 0.0, 1.0
-    return ("linear", 0.1, final) if kind == "wsd" else (kind, None, final)
+def factor(step: int) -> float:
+    """Returns the factor of the learning rates in the update that follows `step` updates."""
+    return rate_factor(RECIPE, step)
 
 
 def world() -> int:

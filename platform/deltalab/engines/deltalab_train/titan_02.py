@@ -12,7 +12,7 @@ import torchtitan.config.job_config as settings
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import BaseValidator
@@ -97,7 +97,7 @@ def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> tit
 
 
 class _Grouped(OptimizersContainer):  # type: ignore[misc]
-    """AdamW with a study's learning rates and weight decays. Metrics show the first group's rate, the recipe's."""
+    """The optimizer, with a study's learning rates and weight decays. Metrics show the first group's, the recipe's."""
 
     def __init__(self, model_parts: list[Pretraining], optimizer_config: Any) -> None:
         parameters = dict(model_parts[0].named_parameters())
@@ -114,7 +114,7 @@ class _Grouped(OptimizersContainer):  # type: ignore[misc]
             "foreach": kind == "foreach",
         }
         self.model_parts = model_parts
-        self.optimizers = [torch.optim.AdamW(groups, **options)]
+        self.optimizers = [titan.OPTIMIZERS[RECIPE["optimizer"]["name"]](groups, **options)]
         self._post_init([*parameters.values()], options)
 
 
@@ -138,7 +138,7 @@ register_train_spec(
         parallelize_fn=_parallelize,
         pipelining_fn=None,
         build_optimizers_fn=lambda parts, config, parallel_dims: _Grouped(parts, config),
-        build_lr_schedulers_fn=build_lr_schedulers,
+        build_lr_schedulers_fn=lambda optimizers, *_: LRSchedulersContainer(optimizers, titan.factor),
         build_dataloader_fn=Loader,
         build_tokenizer_fn=None,
         build_loss_fn=lambda job_config, **_: _sum,
@@ -159,7 +159,6 @@ def _section(kind: type, /, **values: Any) -> tuple[type, Any]:
 def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
     """Yields the sections of the configuration that the recipe changes, each with its name."""
     optimizer, batch = RECIPE["optimizer"], RECIPE["batch"]
-    decay_type, decay_ratio, least = titan.decay()
     dtype = titan.precision(device_type)
 
     def section(name: str, /, **values: Any) -> tuple[str, tuple[type, Any]]:
@@ -179,13 +178,7 @@ def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
         weight_decay=optimizer["weight_decay"],
         implementation="fused" if device_type != "cpu" else "foreach",
     )
-    yield section(
-        "lr_scheduler",
-        warmup_steps=RECIPE["schedule"]["warmup_steps"],
-        decay_type=decay_type,
-        decay_ratio=decay_ratio,
-        min_lr_factor=least,
-    )
+    yield section("lr_scheduler", warmup_steps=RECIPE["schedule"]["warmup_steps"])  # for torchtitan's log alone
     yield section(
         "training",
         local_batch_size=micro_batch(RECIPE, titan.world()),

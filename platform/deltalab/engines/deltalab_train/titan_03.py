@@ -122,6 +122,18 @@ class Metrics(MetricsProcessor):  # type: ignore[misc]
         self.logger = titan.MetricsLogger()
 
 
+class Schedulers(LRSchedulersContainer):  # type: ignore[misc]
+    """The learning rates, which are a study's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRSchedulersContainer.Config):  # type: ignore[misc]
+        """The configuration of the learning rates, of which torchtitan prints the warm-up."""
+
+        def build(self, *, optimizers: Any, training_steps: int) -> LRSchedulersContainer:
+            """Makes the schedulers."""
+            return LRSchedulersContainer(optimizers, titan.factor)
+
+
 class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
     """A tokenizer that does nothing, because packed data holds tokens."""
 
@@ -164,17 +176,29 @@ def _parallelize(
     )
 
 
-def _optimizer() -> OptimizersContainer.Config:
-    """Returns AdamW with a study's learning rates and weight decays."""
+class Optimizers(OptimizersContainer):  # type: ignore[misc]
+    """The optimizer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """The configuration of the optimizer, which is torchtitan's own."""
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> type[torch.optim.Optimizer]:
+        return titan.OPTIMIZERS[name]
+
+
+def _optimizer() -> Optimizers.Config:
+    """Returns the optimizer with a study's learning rates and weight decays."""
     optimizer = RECIPE["optimizer"]
     shared = {"betas": tuple(optimizer["betas"]), "eps": optimizer["eps"]}
     with torch.device("meta"):
         model = Pretraining(Pretraining.Config())
-    return OptimizersContainer.Config(
+    return Optimizers.Config(
         param_groups=[
             ParamGroupConfig(
                 pattern=f"^({'|'.join(map(re.escape, names))})$",
-                optimizer_name="AdamW",
+                optimizer_name=optimizer["name"],
                 optimizer_kwargs={**shared, **options},
             )
             for names, options in titan.groups(model)
@@ -185,7 +209,6 @@ def _optimizer() -> OptimizersContainer.Config:
 
 def pretrain() -> Trainer.Config:
     """Returns torchtitan's configuration for the recipe."""
-    decay_type, decay_ratio, least = titan.decay()
     return Trainer.Config(
         model_spec=ModelSpec(
             name="deltalab",
@@ -203,12 +226,7 @@ def pretrain() -> Trainer.Config:
         dataloader=Loader.Config(),
         loss=Loss.Config(),
         optimizer=_optimizer(),
-        lr_scheduler=LRSchedulersContainer.Config(
-            warmup_steps=RECIPE["schedule"]["warmup_steps"],
-            decay_type=decay_type,
-            decay_ratio=decay_ratio,
-            min_lr_factor=least,
-        ),
+        lr_scheduler=Schedulers.Config(warmup_steps=RECIPE["schedule"]["warmup_steps"]),  # for torchtitan's log alone
         training=TrainingConfig(
             local_batch_size=micro_batch(RECIPE, titan.world()),
             global_batch_size=RECIPE["batch"]["sequences"],

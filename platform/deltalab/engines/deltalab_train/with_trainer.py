@@ -6,18 +6,20 @@ accelerate launch -m deltalab_train.with_trainer
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from deltalab.data.token_shards import Packed, Split
 from deltalab.models.model import build_model
-from deltalab.training.recipe_keys import micro_batch
+from deltalab.training.muon import MuonWithAdamW
+from deltalab.training.recipe_keys import micro_batch, rate_factor
 
 from . import FOLDER, folder, launcher, lock, metrics_file
 from .batches import Rows, batch
@@ -74,7 +76,16 @@ class Collate:
 
 
 class Deterministic(Trainer):  # type: ignore[misc]
-    """A Trainer that reads rows in order. It decays only matrices, and scales their learning rate by `base_width`."""
+    """A Trainer that reads rows in order. It decays only matrices, and scales their learning rate by `base_width`.
+
+    Args:
+        recipe: The recipe, with all settings.
+        **given: The arguments of Trainer.
+    """
+
+    def __init__(self, recipe: Mapping[str, Any], **given: Any) -> None:
+        self.recipe = recipe
+        super().__init__(**given)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
@@ -84,13 +95,18 @@ class Deterministic(Trainer):  # type: ignore[misc]
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
     def create_optimizer(self, *models: Any) -> torch.optim.Optimizer:
-        """Makes Trainer's optimizer. Parameters whose learning rate is scaled get separate groups.
+        """Makes Trainer's AdamW, or Muon. Parameters whose learning rate is scaled get separate groups.
 
         Args:
             *models: The model, which transformers passes from release 5.3 on.
         """
+        model, settings = next(iter(models), self.model), self.recipe["optimizer"]
+        if settings["name"] == "muon":
+            groups = model.parameter_groups(settings["weight_decay"], settings["lr"], muon=True)
+            options = {name: settings[name] for name in ("lr", "betas", "eps")}
+            self.optimizer = MuonWithAdamW(groups, **options, fused=torch.cuda.is_available())
+            return self.optimizer
         optimizer: torch.optim.Optimizer = super().create_optimizer(*models)
-        model = next(iter(models), self.model)
         for scaled in model.parameter_groups(self.args.weight_decay, self.args.learning_rate):
             ids = set(map(id, scaled["params"])) if "lr" in scaled else set()
             for group in [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]:
@@ -98,6 +114,12 @@ class Deterministic(Trainer):  # type: ignore[misc]
                 group["params"] = outside
                 optimizer.add_param_group({**group, **scaled, "params": inside})
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+        """Makes the scheduler of the recipe, whose rates are a study's."""
+        scheduler = LambdaLR(optimizer or self.optimizer, lambda step: rate_factor(self.recipe, step))
+        self.lr_scheduler, self._created_lr_scheduler = scheduler, True
+        return scheduler
 
 
 class Record(TrainerCallback):  # type: ignore[misc]
@@ -151,21 +173,6 @@ class Record(TrainerCallback):  # type: ignore[misc]
         self.since, self.step = time.perf_counter(), state.global_step
 
 
-def schedule(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recipe's schedule as arguments of transformers."""
-    settings, lr, steps = recipe["schedule"], recipe["optimizer"]["lr"], recipe["steps"]
-    kind, options = {
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": settings["final"]}),
-        "linear": ("polynomial", {"lr_end": lr * settings["final"], "power": 1.0}),
-        "constant": ("constant_with_warmup", {}),
-        "wsd": (
-            "warmup_stable_decay",
-            {"num_decay_steps": round(0.1 * steps), "decay_type": "linear", "min_lr_ratio": settings["final"]},
-        ),
-    }[settings["kind"]]
-    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": settings["warmup_steps"]}
-
-
 def main() -> None:
     """Trains the folder from the newest complete checkpoint, or from the start."""
     recipe, run = folder.recipe(), Path(os.environ["DELTALAB_RUN"])
@@ -187,6 +194,7 @@ def main() -> None:
     optimizer = recipe["optimizer"]
     record = Record(run, count * length, recipe["checkpoint"]["keep"])
     trainer = Deterministic(
+        recipe,
         model=model,
         args=TrainingArguments(
             output_dir=str(run / CHECKPOINTS),
@@ -201,7 +209,6 @@ def main() -> None:
             adam_epsilon=optimizer["eps"],
             optim="adamw_torch_fused" if on_gpu else "adamw_torch",
             max_grad_norm=recipe["clip"],
-            **schedule(recipe),
             bf16=on_gpu and recipe["precision"] == "bf16",
             gradient_checkpointing=recipe["activation_checkpointing"],
             torch_compile=recipe["compile"],
