@@ -267,6 +267,11 @@ def test_export(platform: Platform, done: Path) -> None:
     assert resized.code == 0, resized
     assert "parameters, untrained" in resized.out
     assert "steps: 7\n" in (done / "wide/recipe.yaml").read_text()
+    by_paper = platform("export", "out", "paper", "--recipe", "gka")
+    assert "- scale 2.7B: Gated KalmaNet" in by_paper.out
+    listed = platform("export", "--recipes").out.splitlines()
+    row = next(line.split() for line in listed if line.startswith("gka"))
+    assert row == ["gka", "2.7B", "100B", "2M", "4096", "0.001", "0*", "2384", "0.1*", "-", "50257"]
     assert_refused(platform("export", "out", "again", "--arm", "base"), "--arm is for a study; out is a folder")
     (done / "data").mkdir()
     assert_refused(platform("export", "./data", "again", "--best"), "data: neither an exported folder, a run of")

@@ -11,7 +11,8 @@ import yaml
 from deltalab.data.pack import pack
 from deltalab.data.sources import Reading
 from deltalab.errors import InputError
-from deltalab.export.recipe import make_recipe, paper_recipe
+from deltalab.export.papers import find_recipe, recipe_names
+from deltalab.export.recipe import by_a_paper, make_recipe, paper_recipe
 from deltalab.export.scales import SCALES, at_scale, deepened, parameter_count
 from deltalab.export.source import Source
 from deltalab.export.write import export
@@ -310,7 +311,73 @@ def test_a_model_without_a_trial_gets_the_papers_recipe():
     assert recipe["steps"] == round(15e9 / 2**19)
 
 
+def test_a_recipe_is_the_papers_own_and_says_what_is_ours(tmp_path):
+    """The numbers were read from the papers by hand."""
+    source_with_z = replace(source(), recipe={**source().recipe, "z_loss": 1e-4})
+    written = export(source_with_z, tmp_path / "rla", scale="1.5B", recipe="rla")
+    assert written.notes[-1].startswith("scale 1.5B: Enhancing Linear Attention with Residual Learning")
+    rla = recipe_of(tmp_path / "rla")
+    assert rla["optimizer"] == {"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert rla["schedule"] == {"kind": "cosine", "warmup_steps": 119, "final": 0.1}  # 0.5B tokens of 2^22 a step
+    assert (rla["batch"]["sequences"] * rla["batch"]["length"], rla["steps"]) == (2**22, 23842)
+    assert (rla["clip"], rla["z_loss"], rla["model"]["init_std"], rla["model"]["vocab_size"]) == (1.0, 0, 0.006, 32_000)
+    origin = rla["origin"]
+    assert origin["lr"] == {"from": f"{RLA}, table 7", "was": 4e-3}, "not scaled by width"
+    assert origin["warmup_steps"] == {"from": f"{RLA}, table 7: 5e+08 tokens", "was": 20}
+    assert origin["betas"] == {"from": f"ours; {RLA} does not say"}
+    assert origin["model.init_std"]["from"] == f"{RLA}, table 7"
+    assert origin["model.vocab_size"] == {"from": f"ours; {RLA} does not say", "was": 32}
+    assert not [name for name in origin if origin[name]["from"] == "trial abc"]
+
+    export(source(), tmp_path / "gka", scale="340M", recipe="gka", given=["recipe.steps=1000"])
+    gka = recipe_of(tmp_path / "gka")
+    assert (gka["optimizer"]["lr"], gka["clip"], gka["schedule"]["kind"]) == (1e-3, 1.0, "cosine")
+    assert (gka["model"]["vocab_size"], gka["batch"]) == (50_304, {"sequences": 512, "length": 4096})
+    assert gka["origin"]["batch"]["from"].startswith("scale 2.7B: Gated KalmaNet"), "the recipe's nearest scale"
+    assert (gka["steps"], gka["schedule"]["warmup_steps"]) == (1000, 50), "--set wins, and the warm-up keeps its share"
+    assert gka["origin"]["warmup_steps"]["from"].endswith("section 5.3.1: 5e+09 tokens")
+
+
+RLA = "Enhancing Linear Attention with Residual Learning (RLA and RDN, 2025)"
+
+
+def test_a_recipe_without_a_scale_takes_its_nearest_and_keeps_model_and_weights(tmp_path):
+    written = export(source(), tmp_path / "out", recipe="rla")
+    recipe = recipe_of(tmp_path / "out")
+    assert written.trained, "init_std would say how another model starts"
+    assert (recipe["model"]["init_std"], recipe["model"]["vocab_size"]) == (None, 32)
+    assert (recipe["optimizer"]["lr"], recipe["trial"]) == (3e-4, {"seed": 3})
+    export(source(trained=False), tmp_path / "start", recipe="rla", given=["recipe.optimizer.lr=1e-3"])
+    recipe = recipe_of(tmp_path / "start")
+    assert (recipe["model"]["init_std"], recipe["optimizer"]["lr"]) == (0.006, 1e-3)
+    assert recipe["origin"]["lr"] == {"from": "--set"}
+    export(source(trained=False), tmp_path / "mine", recipe="rla", given=["model.init_std=0.02"])
+    assert recipe_of(tmp_path / "mine")["origin"]["model.init_std"] == {"from": "--set", "was": None}
+
+
+def test_every_recipe_is_whole_and_llamas_rate_falls_with_the_scale():
+    keys = {"optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay"}
+    keys |= {"schedule.kind", "schedule.warmup_steps", "schedule.final", "clip", "z_loss"}
+    assert recipe_names() == ["comba", "gka", "llama", "rla"]
+    for found in map(find_recipe, recipe_names()):
+        for scale in found.scales:
+            assert found.at(scale).keys() >= keys
+            assert by_a_paper(source().recipe, found, SCALES[scale].parameters)["batch"]["length"]
+    llama = find_recipe("llama")
+    rates = [(llama.nearest(size), llama.at(llama.nearest(size))["optimizer.lr"].value) for size in (1e8, 13e9, 5e10)]
+    assert rates == [("7B", 3e-4), ("13B", 3e-4), ("65B", 1.5e-4)]
+    assert llama.at("7B")["schedule.warmup_steps"].value == 2000
+    model = spec(rule="attention", conv=0, tie_embeddings=False, output_gate=False, output_norm=False)
+    assert at_scale(model, "7B", None, {})[0].layers == 32, "the depth of table 2 has the parameters of table 2"
+
+
+def test_a_rate_of_all_parameters_does_not_go_with_a_base_width(tmp_path):
+    with pytest.raises(InputError, match="--recipe comba: its rate is that of all parameters, and base_width 16 gives"):
+        export(source(spec(base_width=16)), tmp_path / "out", recipe="comba")
+
+
 WRONG = [
+    ({"recipe": "lama"}, "--recipe: unknown recipe 'lama'; did you mean 'llama'?"),
     ({"to": "onnx"}, "--to: unknown format 'onnx'; allowed: hf, torchtitan, fla"),
     ({"scale": "1.3b"}, "--scale: unknown scale '1.3b'; did you mean '1.3B'?"),
     ({"given": ["model.rule=gla"]}, "--set: unknown setting 'model.rule'"),

@@ -18,6 +18,15 @@ Source = Annotated[
 ]
 
 
+def _print_recipes(wanted: bool) -> None:
+    """Prints the papers' recipes and ends the command, if it is wanted."""
+    if wanted:
+        from deltalab.export.papers import recipes_table
+
+        print("\n".join(recipes_table()))
+        raise typer.Exit
+
+
 def export(
     source: Source,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
@@ -26,7 +35,20 @@ def export(
     to: Annotated[
         str, typer.Option("--to", help="hf (transformers), torchtitan (the same, and the engine's files), or fla.")
     ] = "hf",
-    scale: Annotated[str | None, typer.Option("--scale", help="A paper's size: 340M, 1.3B or 2.7B; untrained.")] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option("--scale", help="A paper's size, such as 340M or 1.3B; untrained. --recipes lists them."),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", help="A paper's training: comba, rla, gka or llama; without it, the trial's, resized."
+        ),
+    ] = None,
+    recipes: Annotated[
+        bool,
+        typer.Option("--recipes", callback=_print_recipes, is_eager=True, help="List the papers' recipes, and exit."),
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change model.KEY, rule.KNOB or recipe.KEY; repeatable."),
@@ -72,7 +94,16 @@ def export(
         with Store.open(db, create=False) as store:
             chosen = best_run(store, study, arm=arm, best=best, task=task)
         model, description = chosen.source, chosen.summary
-    result = write(model, directory, to=to, scale=scale, given=settings or [], weights=weights, tokenizer=tokenizer)
+    result = write(
+        model,
+        directory,
+        to=to,
+        scale=scale,
+        recipe=recipe,
+        given=settings or [],
+        weights=weights,
+        tokenizer=tokenizer,
+    )
     print(description)
     for note in result.notes:
         print(f"- {note}")

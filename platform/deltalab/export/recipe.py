@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.export.scales import COMBA_PAPER, SCALES, parameter_count
+from deltalab.export.papers import PaperRecipe, find_recipe
+from deltalab.export.scales import SCALES, parameter_count
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_text, read_yaml
 from deltalab.training.optimizer import EPS
@@ -62,19 +63,32 @@ def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[s
 
 
 def paper_recipe(model: ModelSpec) -> dict[str, Any]:
-    """Makes the recipe of Comba's paper for a model that comes from no trial.
+    """Makes the recipe of Comba's paper, at its scale nearest to the model's, for a model that comes from no trial."""
+    recipe = make_recipe(TrainSpec(steps=100, batch_size=1, lr=3e-4, evaluations=1), 2048, seed=0, origin="no trial")
+    return by_a_paper(recipe, find_recipe("comba"), parameter_count(model))
 
-    Batches and steps are those of the scale whose number of parameters is nearest to the model's.
+
+def by_a_paper(
+    recipe: Mapping[str, Any], paper: PaperRecipe, parameters: float, scale: str | None = None
+) -> dict[str, Any]:
+    """Makes a recipe with the settings of a paper, and the `origin` of each of them.
+
+    Args:
+        recipe: The recipe to change, which stays as it is. It keeps what no paper says, such as precision and logs.
+        paper: The recipe of the paper.
+        parameters: The number of the model's parameters.
+        scale: The scale of the model. If the paper does not train it, the scale counts that is nearest to `parameters`.
     """
-    count = parameter_count(model)
-    nearest = min(SCALES, key=lambda name: abs(math.log(SCALES[name].parameters / count)))
-    train = TrainSpec(steps=100, batch_size=1, lr=3e-4, weight_decay=0.01, warmup=0.05, evaluations=1)
-    recipe = make_recipe(train, SCALES[nearest].length, seed=42, origin=COMBA_PAPER)
-    recipe["origin"] = {
-        **{name: {"from": f"{COMBA_PAPER}, section 4"} for name in ("lr", "weight_decay", "clip")},
-        "warmup_steps": {"from": "5% of the steps, which the paper does not say"},
-    }
-    return resized_recipe(recipe, model, model, nearest, {})
+    before = all_settings(recipe)
+    nearest = scale if scale is not None and scale in paper.scales else paper.nearest(parameters)
+    of_scale, origin = _settings_of_scale(nearest, before)
+    stated = paper.at(nearest)
+    new = changed_recipe(recipe, {**of_scale, **{key: each.value for key, each in stated.items()}}, prefix="recipe.")
+    for key, each in stated.items():
+        was = {"was": before[key]} if before[key] != each.value else {}
+        origin[_origin_name(key)] = {"from": each.source, **was}
+    kept = {name: source for name, source in (recipe.get("origin") or {}).items() if not name.startswith("batch.")}
+    return {**new, "origin": {**kept, **origin}}
 
 
 def run_recipe(recipe: Mapping[str, Any], used: Mapping[str, Any], run: str) -> dict[str, Any]:

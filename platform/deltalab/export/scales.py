@@ -49,20 +49,42 @@ class Scale:
 
 
 COMBA_PAPER = "Comba (Hu et al. 2025, arXiv:2506.02475)"
+LENGTH_IS_OURS = "; the length is ours"
+RLA_PAPER = "Enhancing Linear Attention with Residual Learning (RLA and RDN, 2025)"
+LLAMA_PAPER = "LLaMA (Touvron et al. 2023, arXiv:2302.13971)"
 SCALES: Mapping[str, Scale] = {
     "340M": Scale(
-        3.4e8, 1024, 24, 128, 15e9, 2**19, 2048, f"{COMBA_PAPER}, table 6: 340M, 15B tokens, batches of 0.5M tokens"
+        3.4e8, 1024, 24, 128, 15e9, 2**19, 2048,
+        f"{COMBA_PAPER}, table 6: 340M, 15B tokens, batches of 0.5M tokens{LENGTH_IS_OURS}",
     ),
     "1.3B": Scale(
-        1.3e9, 2048, 24, 128, 100e9, 2**20, 2048, f"{COMBA_PAPER}, table 6: 1.3B, 100B tokens, batches of 1M tokens"
+        1.3e9, 2048, 24, 128, 100e9, 2**20, 2048,
+        f"{COMBA_PAPER}, table 6: 1.3B, 100B tokens, batches of 1M tokens{LENGTH_IS_OURS}",
+    ),
+    "1.5B": Scale(
+        1.55e9, 2048, 16, 128, 100e9, 2**22, 2048,
+        f"{RLA_PAPER}, tables 6 and 7: 1.55B, 100B tokens, batches of 4M tokens{LENGTH_IS_OURS}",
     ),
     "2.7B": Scale(
         2.7e9, 2560, 32, 128, 100e9, 2**21, 4096,
         "Gated KalmaNet, section 5.3.1: 2.8B, 100B tokens, batches of 2M tokens, 4K context",
     ),
+    **{
+        name: Scale(
+            parameters, d_model, layers, 128, tokens, 2**22, 2048,
+            f"{LLAMA_PAPER}, table 2: {parameters / 1e9:g}B, {tokens / 1e12:.1f}T tokens, batches of 4M tokens"
+            f"{LENGTH_IS_OURS}",
+        )
+        for name, parameters, d_model, layers, tokens in (
+            ("7B", 6.7e9, 4096, 32, 1e12),
+            ("13B", 13.0e9, 5120, 40, 1e12),
+            ("33B", 32.5e9, 6656, 60, 1.4e12),
+            ("65B", 65.2e9, 8192, 80, 1.4e12),
+        )
+    },
 }  # fmt: skip
-"""The scales by name. The papers give parameters, tokens and batches. Widths and depths are common for models of these
-names (GPT-3, Mamba). The width of a head, 128, is that of table 6 of residual linear attention."""
+"""The scales by name. The papers give parameters, tokens and batches. RLA and LLaMA give widths and depths, too; others
+are common for models of these names (GPT-3, Mamba). Heads of 128 are those of table 6 of RLA, and of LLaMA."""
 
 OF_THE_WIDTH = ("gate_rank", "q_rank", "kv_rank", "mlp_width")
 """The settings that keep their ratio to d_model."""
