@@ -60,6 +60,10 @@ def full(tmp_path: Path) -> Path:
         about = {"id": "r1", "rule": "comba", "started": 1e9, "recipe": {"batch": {"sequences": 2, "length": 8}}}
         (run / "run.json").write_text(json.dumps(about))
         (run / "metrics.jsonl").write_text('{"split": "train", "name": "loss", "step": 1, "value": 0.1}\n')
+        one = {"step": 1, "task": "arc", "metric": "acc", "reference": "ö/x", "reference_step": None, "is_log": True}
+        numbers = {"difference": 0.1, "low": -0.1, "high": 0.3, "p": 0.2, "items": 7, "family": 3}
+        content = {"evaluations": [{**one, "value": 0.5}], "comparisons": [{**one, **numbers}]}
+        (run / "evaluations.json").write_text(json.dumps(content))
         trainings.record(store, run)
     return file
 

@@ -165,6 +165,37 @@ def test_the_report_ends_with_the_trainings(store: Store, tmp_path: Path) -> Non
     assert said.index("Trainings of exported folders") < said.index("394,000,000")
 
 
+def compared(folder: Path) -> Path:
+    """The folder of a run with an evaluation that was compared with another run's."""
+    result = {"step": 4, "task": "arc", "metric": "acc", "value": 0.25}
+    other = {"step": 4, "task": "arc", "metric": "acc", "reference": "r0", "reference_step": 8, "is_log": False}
+    figures = {"difference": -0.05, "low": -0.08, "high": -0.02, "p": 0.0125, "items": 1200, "family": 6}
+    content = {"evaluations": [result], "comparisons": [{**other, **figures}]}
+    (folder / "evaluations.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_the_report_shows_what_evaluations_were_compared_with(store: Store, tmp_path: Path) -> None:
+    study = begin(store)
+    record(store, compared(run_folder(tmp_path / "comba")))
+    cells = ["comba", "r0 step-8", "arc acc", "-0.05 [-0.08, -0.02]", "0.013", "1,200"]
+    found = report(store, study)
+    assert "| " + " | ".join(cells) + " |" in found.to_markdown()
+    [of_training] = json.loads(found.to_json())["trainings"]
+    assert of_training["comparisons"][0]["high"] == -0.02
+    row = found.to_frame("comparisons").iloc[0]
+    assert (row["training"], row["difference"], row["items"]) == ("comba", -0.05, 1200)
+    *_, of_comparisons = found.to_csv().split("\n\n")
+    assert next(csv.DictReader(io.StringIO(of_comparisons)))["low"] == "-0.08"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(found)
+    said = console.export_text()
+    assert " ".join(cells) in " ".join(said[said.index("compared item by item") :].split())
+    record(store, run_folder(tmp_path / "reference", "r0"))
+    assert trainings(store)[0].comparisons[0].reference == "reference step-8", "by its name, once the ledger knows it"
+    assert list(shown().table[1].value["compared with"]) == ["reference step\\-8"]
+
+
 def test_a_narrow_terminal_shows_whole_headings_and_figures_of_a_training(store: Store, tmp_path: Path) -> None:
     study = begin(store)
     record(store, run_folder(tmp_path / "comba-340M-with-a-long-name"))

@@ -6,7 +6,14 @@ import streamlit as st
 
 from deltalab.store import Store
 from deltalab.store.trainings import TrainingRow, curves, measured, trainings
-from deltalab.study.reports.lines import TRAINING_HEADERS, training_cells
+from deltalab.study.reports.lines import (
+    COMPARISON_HEADERS,
+    COMPARISON_NOTE,
+    COMPARISONS,
+    TRAINING_HEADERS,
+    comparison_cells,
+    training_cells,
+)
 from deltalab_dashboard import colors, downloads
 from deltalab_dashboard.frame import REFRESH_SECONDS, STUDY, ledger
 
@@ -46,6 +53,7 @@ def page(store: Store) -> None:
     picked = picked or of_study or list(labels.values())
     picked_rows = [row for row in rows if labels[row.id] in picked]
     training_table(picked_rows, labels)
+    comparison_table(picked_rows, labels)
     metrics = sorted(measured(store), key=lambda split_and_name: (split_and_name not in FIRST, split_and_name))
     if not metrics:
         st.info("Nothing is measured yet.")
@@ -88,6 +96,19 @@ def training_table(rows: list[TrainingRow], labels: dict[int, str]) -> None:
         cells = dict(zip(TRAINING_HEADERS, training_cells(row), strict=True)) | {"training": labels[row.id]}
         lines.append({**cells, "study": row.study or ""})
     downloads.table(lines, "trainings")
+
+
+def comparison_table(rows: list[TrainingRow], labels: dict[int, str]) -> None:
+    """Draws a table with the differences of trainings to other models, if there are any."""
+    lines = [
+        dict(zip(COMPARISON_HEADERS, cells, strict=True)) | {"training": labels[row.id]}
+        for row in rows
+        for cells in comparison_cells([row])
+    ]
+    if lines:
+        st.subheader(COMPARISONS, anchor=False)
+        downloads.table(lines, "comparisons")
+        st.caption(COMPARISON_NOTE)
 
 
 def training_chart(

@@ -1,4 +1,4 @@
-"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric; Training -> its metrics; Driver -> Stack."""
+"""The ledger's tables: Study -> Arm -> Trial -> Run -> Metric; Training -> metrics and comparisons; Driver -> Stack."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -288,6 +288,39 @@ class TrainingMetric(Base):
     name: Mapped[str] = mapped_column(primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[float]
+
+
+class TrainingComparison(Base):
+    """The difference of a training's model to another one on a metric, item by item, as `platform eval` measured it.
+
+    Attributes:
+        name: The task and the metric, as the results have them.
+        step: The step of the training's checkpoint.
+        reference: The run of the other model or, if it has none, its folder or its name on the Hub.
+        reference_step: The step of the other model's checkpoint; 0 if it is not known.
+        is_log: Whether the logarithms of the values are compared.
+        difference: The value of the training's model less that of the other one.
+        low: The lower end of the 95% interval, which holds together with the others of the family.
+        high: The upper end of the interval.
+        p: The p-value of "no difference" in the whole family.
+        items: The number of items.
+        family: The number of differences whose intervals hold together.
+    """
+
+    __tablename__ = "training_comparison"
+
+    training_id: Mapped[int] = mapped_column(ForeignKey("training.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    reference: Mapped[str] = mapped_column(primary_key=True)
+    reference_step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    is_log: Mapped[bool]
+    difference: Mapped[float]
+    low: Mapped[float]
+    high: Mapped[float]
+    p: Mapped[float]
+    items: Mapped[int]
+    family: Mapped[int]
 
 
 class Driver(Base):

@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select, tuple_
+from sqlalchemy import delete, func, insert, or_, select, tuple_
 from sqlalchemy.orm import Session
 
 from deltalab.errors import InputError
 from deltalab.store.ledger import Store
-from deltalab.store.models import Arm, ArmTrial, Study, Training, TrainingMetric, Trial
+from deltalab.store.models import Arm, ArmTrial, Study, Training, TrainingComparison, TrainingMetric, Trial
 from deltalab.store.outage import waited
 from deltalab.store.queries import Ledger
 
@@ -27,8 +27,37 @@ STDERR = "evaluation_stderr"
 SPEED = "tokens_per_second"
 ROWS_AT_ONCE = 200
 
+Values = dict[str, Any]
 Metrics = dict[tuple[str, str, int], float]
 """(split, name, step) -> value."""
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """The difference of a training's model to another one on a metric, item by item.
+
+    Attributes:
+        name: `TASK METRIC`, as in the evaluations.
+        reference: The other model: a training's name or, of a model without one, its folder or its name on the Hub, and
+            its step.
+        is_log: Whether the logarithms of the values are compared.
+        difference: The value of the training's model less that of the other one.
+        low: The lower end of the interval, which holds together with those of the family.
+        high: The upper end of the interval.
+        p: The p-value of "no difference" in the whole family.
+        items: The number of items.
+        family: The number of differences whose intervals hold together.
+    """
+
+    name: str
+    reference: str
+    is_log: bool
+    difference: float
+    low: float
+    high: float
+    p: float
+    items: int
+    family: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +76,7 @@ class TrainingRow:
         tokens_per_second: The median speed over the run.
         evaluations: `TASK METRIC` -> value at the last step at which it was measured.
         stderrs: `TASK METRIC` -> the standard error of this value, where it is known.
+        comparisons: The differences of these values to those of other models.
         about: `run.json` without the command, which may hold a database's password.
     """
 
@@ -64,6 +94,7 @@ class TrainingRow:
     tokens_per_second: float | None = None
     evaluations: dict[str, float] = field(default_factory=dict)
     stderrs: dict[str, float] = field(default_factory=dict)
+    comparisons: list[ComparisonRow] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,9 +132,10 @@ def record(store: Store, run_folder: str | Path) -> int:
     """
     folder = Path(run_folder)
     about = _json(folder / RUN)
-    metrics = _metrics(folder / METRICS)
+    metrics, compared = _metrics(folder / METRICS), list[Values]()
     if (folder / EVALUATIONS).is_file():
-        metrics |= _evaluations(folder / EVALUATIONS)
+        results, compared = _evaluations(folder / EVALUATIONS)
+        metrics |= results
     facts = _facts(folder, about)
     with store._writing() as session:
         training = session.scalar(select(Training).where(Training.run == facts["run"]))
@@ -114,26 +146,31 @@ def record(store: Store, run_folder: str | Path) -> int:
         else:
             for name, value in facts.items():
                 setattr(training, name, value)
-        _write(session, training.id, metrics)
+        _write(session, training, metrics)
+        _write_comparisons(session, training.id, compared)
         return training.id
 
 
 @waited
-def add_evaluations(store: Store, run: str, evaluations: Sequence[Mapping[str, Any]]) -> bool:
-    """Adds evaluations to the training that the ledger has of a run.
+def add_evaluations(
+    store: Store, run: str, evaluations: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]] = ()
+) -> bool:
+    """Adds evaluations, and comparisons with other models, to the training that the ledger has of a run.
 
     Args:
         run: The id of the run.
         evaluations: Mappings with the keys step, task, metric and value, and perhaps stderr.
+        comparisons: Mappings as `evaluations.json` has them.
 
     Returns:
         Whether the ledger has a training of this run.
     """
     metrics = _results(evaluations)
     with store._writing() as session:
-        training = session.scalar(select(Training.id).where(Training.run == run))
+        training = session.scalar(select(Training).where(Training.run == run))
         if training is not None:
             _write(session, training, metrics)
+            _write_comparisons(session, training.id, _comparisons(comparisons))
     return training is not None
 
 
@@ -229,10 +266,11 @@ def _metrics(file: Path) -> Metrics:
     return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
 
-def _evaluations(file: Path) -> Metrics:
-    """Reads an `evaluations.json`."""
+def _evaluations(file: Path) -> tuple[Metrics, list[Values]]:
+    """Reads an `evaluations.json`: its results and its comparisons."""
     try:
-        return _results(_json(file)["evaluations"])
+        content = _json(file)
+        return _results(content["evaluations"]), _comparisons(content.get("comparisons", []))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file}: holds no evaluations: {type(error).__name__}: {error}") from None
 
@@ -245,6 +283,20 @@ def _results(rows: Sequence[Mapping[str, Any]]) -> Metrics:
             if value is not None and math.isfinite(value):
                 metrics[split, f"{row['task']} {row['metric']}", int(row["step"] or 0)] = float(value)
     return metrics
+
+
+def _comparisons(rows: Sequence[Mapping[str, Any]]) -> list[Values]:
+    """Returns comparisons as rows of their table, without the training."""
+    plain = ("reference", "is_log", "difference", "low", "high", "p", "items", "family")
+    return [
+        {
+            "name": f"{row['task']} {row['metric']}",
+            "step": int(row["step"] or 0),
+            "reference_step": int(row["reference_step"] or 0),
+            **{key: row[key] for key in plain},
+        }
+        for row in rows
+    ]
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -260,9 +312,9 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _write(session: Session, training_id: int, metrics: Metrics) -> None:
+def _write(session: Session, training: Training, metrics: Metrics) -> None:
     """Writes metrics of a training. Rows that already have the right value are not touched."""
-    table = TrainingMetric
+    table, training_id = TrainingMetric, training.id
     known = {
         (split, name, step): value
         for split, name, step, value in session.execute(
@@ -275,6 +327,12 @@ def _write(session: Session, training_id: int, metrics: Metrics) -> None:
     for start in range(0, len(stale), ROWS_AT_ONCE):
         in_group = tuple_(table.split, table.name, table.step).in_(stale[start : start + ROWS_AT_ONCE])
         session.execute(delete(table).where(table.training_id == training_id, in_group))
+    for split, name, step in stale:
+        if split == EVALUATION:  # A difference must not outlive either of its values.
+            of = TrainingComparison
+            own = (of.training_id == training_id) & (of.step == step)
+            others = (of.reference == training.run) & (of.reference_step == step)
+            session.execute(delete(of).where(of.name == name, or_(own, others)))
     fresh = [
         {"training_id": training_id, "split": split, "name": name, "step": step, "value": value}
         for (split, name, step), value in metrics.items()
@@ -282,6 +340,17 @@ def _write(session: Session, training_id: int, metrics: Metrics) -> None:
     ]
     if fresh:
         session.execute(insert(table), fresh)
+
+
+def _write_comparisons(session: Session, training_id: int, rows: Sequence[Values]) -> None:
+    """Writes comparisons of a training in place of earlier ones of the same values."""
+    table = TrainingComparison
+    key = (table.name, table.step, table.reference, table.reference_step)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = rows[start : start + ROWS_AT_ONCE]
+        keys = [tuple(row[column.key] for column in key) for row in part]
+        session.execute(delete(table).where(table.training_id == training_id, tuple_(*key).in_(keys)))
+        session.execute(insert(table), [{"training_id": training_id, **row} for row in part])
 
 
 def _belongs(session: Session, training: Training, study: Study) -> bool:
@@ -330,8 +399,31 @@ def _row(session: Session, training: Training) -> TrainingRow:
             for (split, name), (step, value) in sorted(finals.items())
             if split == STDERR and finals.get((EVALUATION, name), (None,))[0] == step
         },
+        comparisons=_compared(
+            session, training.id, {name: step for (split, name), (step, _) in finals.items() if split == EVALUATION}
+        ),
         about={key: value for key, value in training.about.items() if key != "command"},
     )
+
+
+def _compared(session: Session, training_id: int, steps: Mapping[str, int]) -> list[ComparisonRow]:
+    """Returns the comparisons of a training's values at these steps, by the values' names."""
+    table = TrainingComparison
+    rows = (
+        select(table, Training.name)
+        .outerjoin(Training, Training.run == table.reference)
+        .where(table.training_id == training_id)
+        .order_by(table.name, table.reference, table.reference_step)
+    )
+    return [
+        ComparisonRow(
+            row.name,
+            (name or row.reference) + (f" step-{row.reference_step}" if row.reference_step else ""),
+            **{key: getattr(row, key) for key in ("is_log", "difference", "low", "high", "p", "items", "family")},
+        )
+        for row, name in session.execute(rows)
+        if steps.get(row.name) == row.step
+    ]
 
 
 def _series(session: Session, training_id: int, split: str, name: str) -> list[tuple[int, float]]:

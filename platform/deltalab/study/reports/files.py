@@ -10,16 +10,20 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from deltalab.errors import unknown
-from deltalab.store.trainings import TrainingRow
+from deltalab.store.trainings import ComparisonRow, TrainingRow
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import Row, SeedScore, TaskTable
 from deltalab.study.reports import columns
 from deltalab.study.reports.columns import cells, figures, headers
 from deltalab.study.reports.lines import (
+    COMPARISON_HEADERS,
+    COMPARISON_NOTE,
+    COMPARISONS,
     TRAINING_HEADERS,
     TRAININGS,
     caption,
+    comparison_cells,
     failure_lines,
     ladder_caption,
     ladder_cells,
@@ -40,11 +44,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-Part = Literal["arms", "seeds", "metrics", "ladders", "trainings"]
+Part = Literal["arms", "seeds", "metrics", "ladders", "trainings", "comparisons"]
 """A table of a report. "arms" has a line per task and arm; "seeds" has a line per task, arm and seed; "metrics" has a
 line per task, arm and further metric; "ladders" has a line per ladder, arm and size; "trainings" has a line per
-training."""
-IN_CSV: tuple[Part, ...] = ("arms", "ladders", "trainings")
+training; "comparisons" has a line per training, evaluation and model that it is compared with."""
+IN_CSV: tuple[Part, ...] = ("arms", "ladders", "trainings", "comparisons")
 """The tables of a CSV file. Its arms have "seeds" and "metrics" as JSON, so that most reports are a single table."""
 
 DTYPES: dict[Any, str] = {
@@ -82,6 +86,8 @@ def markdown(answer: Answer) -> str:
     lines += [f"- {line}" for line in (*failure_lines(answer.failures), *answer.notes)]
     if answer.trainings:
         lines += ["", f"### {TRAININGS}", "", *_table(TRAINING_HEADERS, map(training_cells, answer.trainings))]
+    if compared := comparison_cells(answer.trainings):
+        lines += ["", f"### {COMPARISONS}", "", *_table(COMPARISON_HEADERS, compared), "", f"- {COMPARISON_NOTE}"]
     return "\n".join(lines) + "\n"
 
 
@@ -153,6 +159,8 @@ def records(answer: Answer, part: str) -> list[dict[str, Any]]:
         return [record for ladder in answer.ladders for record in _ladder_records(ladder)]
     if part == "trainings":
         return [_training_record(row) for row in answer.trainings]
+    if part == "comparisons":
+        return [{"training": row.name, **asdict(one)} for row in answer.trainings for one in row.comparisons]
     raise unknown("part of a report", part, get_args(Part))
 
 
@@ -199,7 +207,9 @@ def _ladder_records(ladder: TaskLadder) -> Iterator[dict[str, Any]]:
 
 def _training_record(row: TrainingRow) -> dict[str, Any]:
     record = {
-        key: value for key, value in asdict(row).items() if key not in ("losses", "evaluations", "stderrs", "about")
+        key: value
+        for key, value in asdict(row).items()
+        if key not in ("losses", "evaluations", "stderrs", "comparisons", "about")
     }
     return {
         **record,
@@ -214,7 +224,14 @@ def _dtypes() -> dict[str, str]:
     """The pandas type of each figure of `records`, by the figure's key."""
     types: dict[str, Any] = {column.key: column.type for column in columns.COLUMNS}
     intervals = {f"{column.key}_": column.type for column in columns.COLUMNS if column.type in NOT_KNOWN}
-    kinds = [*intervals.items(), ("slope_", Difference), ("", Interval), ("", SeedScore), ("", TrainingRow)]
+    kinds = [
+        *intervals.items(),
+        ("slope_", Difference),
+        ("", Interval),
+        ("", SeedScore),
+        ("", TrainingRow),
+        ("", ComparisonRow),
+    ]
     for prefix, kind in kinds:
         types |= {f"{prefix}{field.name}": field.type for field in fields(kind)}
     types |= {"maximize": bool, "seed": int, **dict.fromkeys(("compute", "train_loss", "validation_loss"), float)}

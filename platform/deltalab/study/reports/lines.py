@@ -20,6 +20,12 @@ TRAINING_HEADERS = (
     "training", "arm", "rule", "parameters", "steps", "tokens", "train loss", "validation loss", "tokens/s",
     "evaluations",
 )  # fmt: skip
+COMPARISONS = "Evaluations compared item by item"
+COMPARISON_HEADERS = ("training", "compared with", "evaluation", "difference", "p", "items")
+COMPARISON_NOTE = (
+    "A difference is the training's value less that of the model that it is compared with; ln: of logarithms. All 95% "
+    "intervals of one `platform eval` hold together."
+)
 
 
 def title(answer: Answer) -> str:
@@ -105,6 +111,22 @@ def training_cells(row: TrainingRow) -> list[str]:
             f"{name} {value:.4g}" + (f" ± {row.stderrs[name]:.2g}" if name in row.stderrs else "")
             for name, value in row.evaluations.items()
         ),
+    ]
+
+
+def comparison_cells(rows: Sequence[TrainingRow]) -> list[list[str]]:
+    """Returns the text of each comparison of trainings in each column of `COMPARISON_HEADERS`."""
+    return [
+        [
+            row.name,
+            one.reference,
+            f"{one.name} (ln)" if one.is_log else one.name,
+            f"{one.difference:+.4g} [{one.low:+.4g}, {one.high:+.4g}]",
+            format_p(one.p),
+            f"{one.items:,}",
+        ]
+        for row in rows
+        for one in row.comparisons
     ]
 
 

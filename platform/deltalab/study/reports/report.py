@@ -56,7 +56,8 @@ class Report(Answer):
 
         Args:
             part: "arms" has a line per task and arm, "seeds" one per task, arm and seed, "metrics" one per task, arm
-                and further metric, "ladders" one per arm and size, "trainings" one per training.
+                and further metric, "ladders" one per arm and size, "trainings" one per training,
+                "comparisons" one per difference of a training's evaluation to that of another model.
 
         The columns of "seeds":
 

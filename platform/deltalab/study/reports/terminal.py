@@ -13,9 +13,13 @@ from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import TaskTable
 from deltalab.study.reports.columns import Column, cells, columns, headers
 from deltalab.study.reports.lines import (
+    COMPARISON_HEADERS,
+    COMPARISON_NOTE,
+    COMPARISONS,
     TRAINING_HEADERS,
     TRAININGS,
     caption,
+    comparison_cells,
     failure_lines,
     ladder_caption,
     ladder_cells,
@@ -72,6 +76,10 @@ def drawn(answer: Answer, width: int) -> Iterator[RenderableType]:
         yield Text(f"\n{TRAININGS}")
         yield _training_grid(answer.trainings)
         yield from _notes([f"{row.name}: {training_cells(row)[-1]}" for row in answer.trainings if row.evaluations])
+    if compared := comparison_cells(answer.trainings):
+        yield Text(f"\n{COMPARISONS}")
+        yield _section_grid(COMPARISON_HEADERS, compared)
+        yield from _notes([COMPARISON_NOTE])
 
 
 def _warnings(lines: Sequence[str]) -> Iterator[Text]:
