@@ -2,26 +2,26 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.exports import LENGTH, MODEL, exported
 
-from deltalab.cli.app import main
-from deltalab.data.pack import pack
-from deltalab.data.sources import Reading
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.evaluate import evaluate
 from deltalab.evaluation.harness import HarnessOptions
 from deltalab.evaluation.model_folder import open_model
-from deltalab.evaluation.needle_questions import questions
+from deltalab.evaluation.needle_questions import KINDS, questions
 from deltalab.export.recipe import paper_recipe
 from deltalab.export.source import Source, model_fields
 from deltalab.export.write import export
@@ -33,35 +33,6 @@ from deltalab.store.trainings import record, trainings
 
 pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel
-
-LENGTH = 64
-MODEL = ModelSpec.of(
-    {"rule": {"name": "gated_deltanet"}, "vocab_size": 256, "d_model": 16, "layers": 1, "heads": 2, "mlp": False}
-)
-
-
-def exported(folder: Path, model: ModelSpec = MODEL, tokenizer: str | None = "bytes", **recipe: Any) -> Path:
-    """An export with random weights, trained on rows of `LENGTH` as its recipe says."""
-    trained = build_model(model, seed=1)
-    about = {**paper_recipe(model), "batch": {"sequences": 2, "length": LENGTH}, **recipe}
-    provenance = {"study": "s", "arm": "base", "training": "r1", "checkpoint": "step-30"}
-    export(Source(model, trained.state_dict, about, provenance, {}, tokenizer), folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    lines = [f"document {i} says {i * 7} and little else, again and again" for i in range(80)]
-    (folder / "all.txt").write_text("\n".join(lines))
-    shares = {"train": 0.4, "validation": 0.3, "test": 0.3}
-    pack([str(folder / "all.txt")], folder / "packed", reading=Reading(separator="\n"), shares=shares)
-    return folder / "packed"
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exported(tmp_path_factory.mktemp("export") / "model")
 
 
 def by_name(results: list[evaluating.Result]) -> dict[str, float]:
@@ -93,56 +64,84 @@ def test_the_loss_is_that_of_the_model_by_length_and_place(folder: Path, data: P
     assert weighted == pytest.approx(values["loss loss@256"])
 
 
-def test_a_needle_lies_somewhere_in_exactly_as_many_tokens(data: Path) -> None:
+@pytest.mark.parametrize(("task", "held", "asked"), [
+    ("needle", 1, 1), ("needle_multikey", 4, 1), ("needle_multivalue", 4, 4), ("needle_multiquery", 4, 4),
+])  # fmt: skip
+def test_needles_lie_somewhere_in_exactly_as_many_tokens(data: Path, task: str, held: int, asked: int) -> None:
     def encode(text: str) -> list[int]:
         return list(text.encode())
 
     split = Packed(data).split("train")
     for filler in (None, split):
-        asked = list(questions(encode, 400, 20, filler=filler))
-        assert [question.tokens for question in questions(encode, 400, 20, filler=filler)] == [
-            question.tokens for question in asked
-        ]
+        drawn = list(questions(encode, 900, 20, KINDS[task], filler=filler))
+        assert drawn == list(questions(encode, 900, 20, KINDS[task], filler=filler))
         places = set()
-        for question in asked:
-            assert len(question.tokens) + len(question.answer) == 400
-            text, value = bytes(question.tokens).decode(), bytes(question.answer).decode().strip()
-            assert text.count(f"is: {value}. ") == 1
-            assert text.endswith("mentioned in the provided text is")
+        for question in drawn:
+            assert len(question.tokens) + question.room == 900
+            text = bytes(question.tokens).decode()
+            needles = re.findall(r"One of the special magic numbers for (\w+) is: (\d{7})\. ", text)
+            assert len(needles) == held
+            words = text[text.rindex("provided text? ") :]
+            assert {number for key, number in needles if key in words} == set(question.values)
+            assert len(question.values) == asked
+            assert text.endswith("mentioned in the provided text is" if asked == 1 else "in the provided text are")
+            assert question.room >= 2 * asked * 8
             places.add(text.index("One of the special"))
         assert len(places) > 10
-    assert list(questions(encode, 100, 20)) == []
+    assert list(questions(encode, 100, 20, KINDS[task])) == []
 
 
 class Knowing:
-    """A model that gives the answer to every needle's question, except for one digit where `wrong`."""
+    """A model that answers with every number of the text that the question asks for, but with a wrong last digit."""
+
+    generation_config = SimpleNamespace(eos_token_id=None)
 
     def __init__(self, wrong: bool) -> None:
         self.wrong = wrong
 
-    def __call__(self, tokens: torch.Tensor, *, logits_to_keep: int, use_cache: bool) -> Any:
-        text = bytes(tokens[0].tolist()).decode()
-        begin = text.index("is: ") + len("is: ")
-        answer = f" {text[begin : begin + 7]}".encode()
-        if self.wrong:
-            answer = answer[:-1] + b"x"
-        logits = torch.zeros(1, logits_to_keep, 256)
-        logits[0, range(logits_to_keep), list(answer)] = 1.0
-        return type("Output", (), {"logits": logits})
+    def can_generate(self) -> bool:
+        return True
+
+    def generate(self, tokens: torch.Tensor, *, max_new_tokens: int, **greedy: Any) -> torch.Tensor:
+        assert greedy["do_sample"] is False
+        rows = []
+        for row in tokens.tolist():
+            text = bytes(row).decode()
+            words = text[text.rindex("provided text? ") :]
+            found = re.findall(r"numbers for (\w+) is: (\d{7})\. ", text)
+            numbers = [number for key, number in found if key in words]
+            if self.wrong:
+                numbers[0] = numbers[0][:-1] + str((int(numbers[0][-1]) + 1) % 10)
+            answer = " " + ", ".join(numbers) + ". Or so."
+            rows.append(row + list(answer.encode().ljust(max_new_tokens)[:max_new_tokens]))
+        return torch.tensor(rows)
 
 
-@pytest.mark.parametrize(("wrong", "exact", "accuracy"), [(False, 1.0, 1.0), (True, 0.0, 7 / 8)])
-def test_a_needle_counts_as_found_where_every_token_is_right(
-    folder: Path, wrong: bool, exact: float, accuracy: float
-) -> None:
-    with open_model(str(folder)) as found:
-        vars(found)["model"] = Knowing(wrong)
-        values = by_name(evaluate(found, ["needle"], length=256, limit=5))
-    assert values == {
-        f"needle {name}@{size}": value
-        for size in (256, 512, 1024)
-        for name, value in (("exact_match", exact), ("accuracy", accuracy))
-    }
+def test_a_number_counts_as_found_where_every_digit_is_right(folder: Path) -> None:
+    tasks = ["needle", "needle_multikey", "needle_multivalue", "needle_multiquery"]
+    for wrong, one, four in ((False, 1.0, 1.0), (True, 0.0, 0.75)):
+        with open_model(str(folder)) as found:
+            vars(found)["model"] = Knowing(wrong)
+            values = by_name(evaluate(found, tasks, length=1024, limit=5))
+        shares = dict(zip(tasks, (one, one, four, four), strict=True))
+        assert values == {
+            f"{task + (' v2' if task == 'needle' else '')} exact_match@{size}": share
+            for task, share in shares.items()
+            for size in (1024, 2048, 4096)
+        }
+
+
+def test_greedy_decoding_goes_on_as_the_logits_say(folder: Path, gpt2: Path) -> None:
+    """Through the cache of the model's own `generate`, and without it."""
+    for path in (folder, gpt2):
+        with open_model(str(path)) as found:
+            tokens = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(1))
+            want = tokens
+            for _ in range(6):
+                want = torch.cat([want, found.logits(want)[:, -1:].argmax(-1)], 1)
+            assert found.continued(tokens, 6).tolist() == want[:, 20:].tolist()
+            found.model.can_generate = lambda: False
+            assert found.continued(tokens, 6).tolist() == want[:, 20:].tolist()
 
 
 def test_a_folder_of_a_proxy_task_has_the_tasks_metrics(tmp_path: Path) -> None:
@@ -160,10 +159,10 @@ def test_a_folder_of_a_proxy_task_has_the_tasks_metrics(tmp_path: Path) -> None:
         assert tasks == ["proxy"]
         assert left_out == {
             "loss": "it needs packed data: give --data PACKED",
-            "needle": "the folder has no tokenizer: export it with --tokenizer",
-            "needle_text": "the folder has no tokenizer: export it with --tokenizer",
+            **dict.fromkeys(KINDS, "the folder has no tokenizer: export it with --tokenizer"),
         }
-        values = by_name(evaluate(found, tasks))
+        results = evaluate(found, tasks)
+    values = by_name(results)
     weights = build_model(model, seed=1)
     right = count = 0
     for i in range(2):
@@ -173,6 +172,9 @@ def test_a_folder_of_a_proxy_task_has_the_tasks_metrics(tmp_path: Path) -> None:
         right, count = right + int((guesses == batch.labels).sum()), count + len(batch.labels)
     assert values["proxy mqar accuracy"] == pytest.approx(right / count)
     assert "proxy mqar loss" in values
+    [measured] = [result for result in results if result.metric == "accuracy"]
+    assert measured.items is not None
+    assert len(measured.items.ids) == 16, "the examples are the items, each with all its answers"
 
 
 TASK = """
@@ -241,7 +243,7 @@ def test_a_model_of_transformers_is_measured(
         logits = model(tokens[:, :-1]).logits
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert found["loss", f"loss@{LENGTH}"] == pytest.approx(float(want), rel=1e-5)
-    assert any(task == "needle" for task, _ in found)
+    assert any(task == "needle v2" for task, _ in found)
     assert len(json.loads((gpt2 / "evaluations.json").read_text())["evaluations"]) == len(results)
 
 
@@ -277,19 +279,6 @@ def test_a_model_of_another_tokenizer_or_nowhere_is_one_line(
     assert "nowhere: no such folder; a model of the Hub is named ORG/NAME" in capsys.readouterr().err
 
 
-@pytest.fixture
-def platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr("sys.argv", ["platform", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0)
-
-    return run
-
-
 def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
     platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,10 +289,11 @@ def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
     said = capsys.readouterr()
     assert "loss@64" in said.out
     assert "needle" not in said.out
+    ours = [task for task in KINDS if task != "needle_text"]
     assert [line for line in said.err.splitlines() if line.startswith("left out")] == [
-        "left out needle: a needle and its question do not fit into 64 tokens: give --length",
-        "left out needle_text: a needle and its question do not fit into 64 tokens, or the split is too short to fill "
-        "them: give --length",
+        *(f"left out {task}: the needles and their question do not fit into 64 tokens: give --length" for task in ours),
+        "left out needle_text: the needles and their question do not fit into 64 tokens, or the split is too short to "
+        "fill them: give --length",
         "left out proxy: the model's vocabulary has 256 ids now, and that of task 'mqar' 64",
     ]
 
@@ -370,7 +360,7 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     assert platform("eval", run / "checkpoints" / "step-12", "--tasks", "needle", "--limit", 1, "--db", "lab.db") == 0
     with Store.open("lab.db") as store:
         [training] = trainings(store)
-    assert {"loss loss@72", "needle exact_match@288"} <= set(training.evaluations)
+    assert {"loss loss@72", "needle v2 exact_match@288"} <= set(training.evaluations)
 
 
 @pytest.mark.slow

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,23 +14,29 @@ from rich.table import Table
 
 from deltalab.cli.options import AsJson, Db
 from deltalab.data.token_shards import SPLITS
-from deltalab.errors import unknown
+from deltalab.errors import InputError, unknown
+
+if TYPE_CHECKING:
+    from deltalab.evaluation.compare import Compared
+    from deltalab.evaluation.model_folder import ModelFolder
+    from deltalab.evaluation.results import Result
 
 
 def evaluate(
-    model: Annotated[
-        str,
+    models: Annotated[
+        list[str],
         typer.Argument(
-            metavar="MODEL",
+            metavar="MODEL...",
             help="An exported folder, a run of platform train, one of its checkpoints, or a folder or Hub name of "
-            "transformers.",
+            "transformers. Further models are compared with the first.",
         ),
     ],
     tasks: Annotated[
         str | None,
         typer.Option(
             "--tasks",
-            help="With commas: loss, needle, needle_text, proxy, and names or YAML files of lm-evaluation-harness.",
+            help="With commas: loss, needle, needle_multikey, needle_multivalue, needle_multiquery, needle_text, "
+            "proxy, and names or YAML files of lm-evaluation-harness.",
         ),
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Packed data; by default, those of the training.")] = None,
@@ -53,65 +61,193 @@ def evaluate(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model: loss by length, retrieval, its proxy task, and lm-evaluation-harness.
+    """Measure models: loss by length, retrieval, their proxy task, and lm-evaluation-harness; compare them by item.
 
-    Results go to evaluations.json in the folder, or in evaluations/NAME for a Hub name; those of a training also into
-    the ledger that has it.
+    Results go to evaluations.json in a model's folder, or in evaluations/NAME for a Hub name, with the scores of all
+    items beside it, which a later evaluation reuses. Those of a training go into the ledger that has it, too.
     """
     from deltalab.evaluation import evaluate as evaluating
+    from deltalab.evaluation.compare import compare
     from deltalab.evaluation.harness import HarnessOptions
+    from deltalab.evaluation.items import FOLDER, ItemFiles
     from deltalab.evaluation.model_folder import open_model
-    from deltalab.evaluation.results import fingerprint, write
-    from deltalab.store import Store
-    from deltalab.store.trainings import add_evaluations, record
 
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where="--split")
-    with open_model(model, trusted=trust) as folder:
-        data = data or folder.data
-        task_names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
-        packed_data = None if data is None else evaluating.packed(data)
-        left_out: dict[str, str] = {}
-        if not task_names:
-            task_names, left_out = evaluating.askable(folder, packed_data, split=split, length=length)
-        results = evaluating.evaluate(
-            folder,
-            task_names,
-            data=packed_data,
-            split=split,
-            length=length,
-            limit=limit,
-            include=include,
-            options=HarnessOptions(few_shot, batch_size, max_length),
-        )
-        of_hub = isinstance(folder.path, str)
-        weights = str(folder.path) if isinstance(folder.path, str) else fingerprint(folder.path)
-        about = {"weights": weights, "data": None if data is None else str(data)}
-    directory = Path("evaluations", model.replace("/", "--")) if of_hub else folder.run or Path(model)
-    directory.mkdir(parents=True, exist_ok=True)
-    file = write(results, directory, about)
+    for model in models:
+        if models.count(model) > 1:
+            raise InputError(f"{model}: is named {models.count(model)} times; name two models to compare them")
+    task_names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+    results: dict[str, Sequence[Result]] = {}
+    with ExitStack() as stack:  # a model that cannot be opened is found before the first is measured
+        folders = {model: stack.enter_context(open_model(model, trusted=trust)) for model in models}
+        first = folders[models[0]]
+        for model, folder in folders.items():
+            packed_data = evaluating.packed_for(folder, data, first)
+            # All models are measured on sequences of the same length, or they would share no item.
+            tokens = length or first.length or folder.length
+            chosen, left_out = task_names, dict[str, str]()
+            if not task_names:
+                chosen, left_out = evaluating.askable(
+                    folder, packed_data, split=split, length=tokens, borrowed=data is None
+                )
+            identity, place = folder.identity, _place(model, folder)
+            results[model] = evaluating.evaluate(
+                folder,
+                chosen,
+                data=packed_data,
+                split=split,
+                length=tokens,
+                limit=limit,
+                include=include,
+                options=HarnessOptions(few_shot, batch_size, max_length),
+                kept=None if identity is None else ItemFiles(place / FOLDER, identity, folder.step),
+                say=lambda line: print(line, file=sys.stderr),
+            )
+            folder.release()
+            about = {"weights": folder.weights, "data": None if packed_data is None else str(packed_data.folder)}
+            summary = _record(place, folder, results[model], about, db)
+            for task, reason in left_out.items():
+                print(
+                    f"left out {task}: {reason}" if len(models) == 1 else f"{model}: left out {task}: {reason}",
+                    file=sys.stderr,
+                )
+            if len(models) > 1:
+                print(summary, file=sys.stderr)
+        if len(models) > 1:
+            found = compare(results)
+            for model in models[1:]:
+                rows = _rows(found, model, folders[model], first)
+                _record(_place(model, folders[model]), folders[model], [], {}, db, rows)
+    if len(models) > 1:
+        _show(results, found, as_json)
+    elif as_json:
+        print(json.dumps([result.row() for result in results[models[0]]]))
+    else:
+        console = Console()
+        console.print(_values(results))
+        console.print(summary, markup=False, highlight=False, soft_wrap=True)
+
+
+def _place(model: str, folder: "ModelFolder") -> Path:
+    """The folder that keeps the results of a model."""
+    if isinstance(folder.path, str):
+        return Path("evaluations", model.replace("/", "--"))
+    return folder.run or Path(model)
+
+
+def _record(
+    place: Path,
+    folder: "ModelFolder",
+    results: "Sequence[Result]",
+    about: Mapping[str, Any],
+    db: str | None,
+    comparisons: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Writes results and comparisons beside the model and into the ledger, and says where they are."""
+    from deltalab.evaluation.results import write
+    from deltalab.store import Store
+    from deltalab.store.trainings import add_evaluations, record
+
+    place.mkdir(parents=True, exist_ok=True)
+    file = write(results, place, about, comparisons)
     summary = f"{file}: {len(results)} values"
     if folder.training is not None and Store.exists(db):
         with Store.open(db, create=False) as store:
             if folder.run is not None:
                 record(store, folder.run)
-                summary += ", also in the ledger"
-            elif add_evaluations(store, folder.training, [asdict(result) for result in results]):
-                summary += ", also in the ledger"
-            else:
-                summary += f"; the ledger has no training {folder.training}: `platform db import RUN` records it"
-    for task, reason in left_out.items():
-        print(f"left out {task}: {reason}", file=sys.stderr)
+                return f"{summary}, also in the ledger"
+            if add_evaluations(store, folder.training, [result.row() for result in results], comparisons):
+                return f"{summary}, also in the ledger"
+            return f"{summary}; the ledger has no training {folder.training}: `platform db import RUN` records it"
+    return summary
+
+
+def _rows(found: "Compared", model: str, folder: "ModelFolder", first: "ModelFolder") -> list[dict[str, Any]]:
+    """The comparisons of a model with the first one, as `evaluations.json` and the ledger have them."""
+    reference = {"reference": first.training or str(first.named), "reference_step": first.step}
+    return [
+        {"step": folder.step, **reference, **{key: value for key, value in asdict(one).items() if key != "model"}}
+        for one in found.comparisons
+        if one.model == model
+    ]
+
+
+def _show(results: "Mapping[str, Sequence[Result]]", found: "Compared", as_json: bool) -> None:
+    """Prints the values of several models, and their differences."""
+    first = next(iter(results))
+    left_out: list[dict[str, Any]] = [
+        {"model": model, "task": task, "metrics": metrics, "reason": reason}
+        for (task, model, reason), metrics in found.left_out.items()
+    ]
     if as_json:
-        print(json.dumps([asdict(result) for result in results]))
+        report = {
+            "results": {model: [result.row() for result in rows] for model, rows in results.items()},
+            "reference": first,
+            "comparisons": [asdict(one) for one in found.comparisons],
+            "not_compared": left_out,
+            "partly_compared": found.partly,
+        }
+        print(json.dumps(report))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("task", "metric", "value", "stderr", "examples"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
-    for result in results:
-        stderr = "" if result.stderr is None else f"{result.stderr:.4f}"
-        examples = "" if result.examples is None else f"{result.examples:,}"
-        table.add_row(result.task, result.metric, f"{result.value:.4f}", stderr, examples)
+    names = _short(list(results))
     console = Console()
-    console.print(table)
-    console.print(summary, markup=False, highlight=False, soft_wrap=True)
+    console.print(_values({names[model]: rows for model, rows in results.items()}))
+    if found.comparisons:
+        table = _table("model", "task", "metric", f"difference to {names[first]}", "p", "items", left=3)
+        for one in found.comparisons:
+            metric = f"ln {one.metric}" if one.is_log else one.metric
+            ends = f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]{'*' if one.decided else ' '}"
+            table.add_row(names[one.model], one.task, metric, ends, f"{one.p:.2g}", f"{one.items:,}")
+        console.print()
+        console.print(table)
+        console.print(
+            f"All {len(found.comparisons)} intervals hold together with 95%, if items are drawn anew; * leaves out 0.",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    lines = [
+        f"not compared: {names[row['model']]}: {row['task']} {', '.join(row['metrics'])}: {row['reason']}"
+        for row in left_out
+    ]
+    for line in [*found.partly, *lines]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _short(models: Sequence[str]) -> dict[str, str]:
+    """The ends of paths and Hub names, as long as they must be to differ."""
+    parts = {model: Path(model).parts for model in models}
+    for length in range(1, max(map(len, parts.values()))):
+        names = {model: "/".join(path[-length:]) for model, path in parts.items()}
+        if len(set(names.values())) == len(models):
+            return names
+    return {model: model for model in models}
+
+
+def _values(results: "Mapping[str, Sequence[Result]]") -> Table:
+    """A table of the values of models. Those of one model have their examples; several stand side by side."""
+    names = list(dict.fromkeys((result.task, result.metric) for rows in results.values() for result in rows))
+    if len(results) == 1:
+        [rows] = results.values()
+        table = _table("task", "metric", "value", "stderr", "examples", left=2)
+        for result in rows:
+            stderr = "" if result.stderr is None else f"{result.stderr:.4f}"
+            examples = "" if result.examples is None else f"{result.examples:,}"
+            table.add_row(result.task, result.metric, f"{result.value:.4f}", stderr, examples)
+        return table
+    table = _table("task", "metric", *results, left=2)
+    by_name = [{(result.task, result.metric): result for result in rows} for rows in results.values()]
+    for name in names:
+        cells = []
+        for found in (rows.get(name) for rows in by_name):
+            stderr = "" if found is None or found.stderr is None else f" ± {found.stderr:.4f}"
+            cells.append("" if found is None else f"{found.value:.4f}{stderr}")
+        table.add_row(*name, *cells)
+    return table
+
+
+def _table(*headers: str, left: int) -> Table:
+    """A table whose first columns are text, and whose others are figures."""
+    table = Table(box=None, pad_edge=False)
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
+    return table

@@ -1,21 +1,27 @@
 """Runs evaluation tasks on a folder of a trained model, and tells which tasks a folder's model can do."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deltalab.data.text_tokenizers import load_tokenizer
-from deltalab.data.token_shards import Packed
+from deltalab.data.token_shards import META, Packed
 from deltalab.errors import InputError
-from deltalab.evaluation.harness import HarnessOptions, find_tasks, harness
+from deltalab.evaluation.harness import HarnessOptions, depends_on, find_tasks, harness
+from deltalab.evaluation.items import ItemFiles
 from deltalab.evaluation.loss import TIMES, loss, too_short
 from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder
 from deltalab.evaluation.needle import needle, no_room
-from deltalab.evaluation.needle_questions import questions
+from deltalab.evaluation.needle_questions import KINDS, questions
 from deltalab.evaluation.proxy import proxy, proxy_task
-from deltalab.evaluation.results import OWN, Result
+from deltalab.evaluation.results import OWN, Result, fingerprint, titled
 
 LIMIT = 64
 """How many examples each of our tasks has at each length, unless the user gives another number."""
+
+NEED_DATA = ("loss", "needle_text")
+NEED_LENGTH = ("loss", *KINDS)
 
 NO_DATA = "it needs packed data: give --data PACKED"
 NO_LENGTH = "no recipe says how long a training sequence is: give --length"
@@ -31,11 +37,14 @@ def evaluate(
     limit: int | None = None,
     include: Path | None = None,
     options: HarnessOptions = HarnessOptions(),  # noqa: B008
+    kept: ItemFiles | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
     """Measures a model on tasks.
 
-    `loss` needs packed data; `needle` needs a tokenizer; `needle_text` needs both; `proxy` needs a folder that was
-    exported from a study and that still has the vocabulary of the study's task.
+    `loss` needs packed data; needles need a tokenizer; `needle_text` needs both; `proxy` needs a folder that was
+    exported from a study and that still has the vocabulary of the study's task. A task whose items are kept already is
+    not measured again.
 
     Args:
         folder: The folder of the model.
@@ -46,37 +55,77 @@ def evaluate(
         limit: Examples of each task; None means `LIMIT` for our tasks, and all for those of the harness.
         include: A folder with YAML files of further tasks of the harness.
         options: How the harness runs.
+        kept: The files of items; None keeps none.
+        say: Is called with a line before each task.
 
     Raises:
         InputError: If a task does not exist, or lacks something that it needs.
     """
-    if data is not None:
-        _require_same_tokenizer(folder, data)
+    if data is not None and any(task in NEED_DATA for task in tasks) and (reason := _other_tokenizer(folder, data)):
+        raise InputError(reason)
     length = length or folder.length
-    results: list[Result] = []
     others, folders = find_tasks([task for task in tasks if task not in OWN], include)
-    needs_length = [task for task in tasks if task in ("loss", "needle", "needle_text")]
-    if needs_length and length is None:
+    if length is None and any(task in NEED_LENGTH for task in tasks):
         raise InputError(f"{folder.named}: {NO_LENGTH}")
-    for task in tasks:
-        if task in ("loss", "needle_text") and data is None:
-            raise InputError(f"task '{task}': {NO_DATA}")
-        examples = limit or LIMIT
-        if task == "loss" and data is not None:
-            results += loss(folder, data.split(split), f"{task}", length or 0, examples)
-        elif task == "needle":
-            results += needle(folder, task, length or 0, examples, None)
-        elif task == "needle_text" and data is not None:
-            results += needle(folder, task, length or 0, examples, data.split(split))
+    if data is None:
+        for task in tasks:
+            if task in NEED_DATA:
+                raise InputError(f"task '{task}': {NO_DATA}")
+    examples, results = limit or LIMIT, dict[str, list[Result]]()
+    of_data = None if data is None else {"data": fingerprint([data.folder / META]), "split": split}
+    about: dict[str, dict[str, Any]] = {}
+    for task in dict.fromkeys(tasks):
+        if task in NEED_LENGTH:
+            about[task] = {"task": titled(task), "length": length, "limit": examples}
+            about[task] |= (of_data or {}) if task in NEED_DATA else {}
         elif task == "proxy":
-            results += proxy(folder)
+            about[task] = _trial_of(folder)
     if others:
-        results += harness(folder, others, folders, limit=limit, options=options)
-    return results
+        most = {"limit": limit, "few_shot": options.few_shot, "max_length": options.max_length}
+        about |= {task: most | depends_on(folders, length) for task in others}
+    for task, facts in about.items():
+        found = None if kept is None else kept.find(task, facts)
+        if kept is not None and found is not None:
+            say(f"{folder.named}: {task}: reuses the items of {kept.file(task, facts)}")
+            results[task] = found
+
+    def keep(task: str, measured: list[Result]) -> None:
+        results[task] = measured
+        if kept is not None:
+            kept.keep(task, about[task], measured)
+
+    for task in (task for task in about if task in OWN and task not in results):
+        say(f"{folder.named}: {task}")
+        if task == "proxy":
+            keep(task, proxy(folder))
+        elif task == "loss" and data is not None:
+            keep(task, loss(folder, data.split(split), task, length or 0, examples, data.tokenizer["sha256"]))
+        else:
+            filler = data.split(split) if data is not None and task == "needle_text" else None
+            keep(task, needle(folder, task, length or 0, examples, filler))
+    if left := [task for task in others if task not in results]:
+        say(f"{folder.named}: {', '.join(left)}")
+        for task, measured in harness(folder, left, folders, limit=limit, options=options):
+            keep(task, measured)
+    return [result for task in about for result in results[task]]
+
+
+def _trial_of(folder: ModelFolder) -> dict[str, Any]:
+    """What results on a folder's proxy task depend on besides its weights."""
+    task = proxy_task(folder)
+    if isinstance(task, str):
+        raise InputError(f"task 'proxy': {folder.named}: {task}")
+    trial = json.loads(json.dumps({name: folder.recipe["trial"][name] for name in ("task", "train")}, default=str))
+    return {**trial, "version": task.version, "data": task.fingerprint()}
 
 
 def askable(
-    folder: ModelFolder, data: Packed | None, *, split: str = "validation", length: int | None = None
+    folder: ModelFolder,
+    data: Packed | None,
+    *,
+    split: str = "validation",
+    length: int | None = None,
+    borrowed: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Determines which of our tasks a folder can be asked.
 
@@ -85,6 +134,7 @@ def askable(
         data: Packed data; None if there are none.
         split: The split of the packed data.
         length: Tokens of a training sequence; None means those of the folder's recipe.
+        borrowed: Whether the data are those of another model's training, which this one need not be able to read.
 
     Returns:
         The names of the tasks that can be asked, and by name the reason that each other task cannot be asked.
@@ -96,19 +146,29 @@ def askable(
     tokenizer = folder.has_tokenizer
     texts = None if data is None else data.split(split)
     why_not: dict[str, str] = {}
+    foreign = _other_tokenizer(folder, data) if data is not None and borrowed else None
     if length is None:
-        why_not = dict.fromkeys(("loss", "needle", "needle_text"), NO_LENGTH)
+        why_not = dict.fromkeys(NEED_LENGTH, NO_LENGTH)
     else:
         if texts is None:
             why_not["loss"] = NO_DATA
+        elif foreign:
+            why_not["loss"] = foreign
         elif not texts.rows(length):
             why_not["loss"] = too_short(texts, length)
-        for task, filler in (("needle", None), ("needle_text", texts)):
+        for task, needles in KINDS.items():
+            filler = texts if task == "needle_text" else None
             if not tokenizer:
                 why_not[task] = f"the folder has no tokenizer: {NO_TOKENIZER}"
             elif task == "needle_text" and texts is None:
                 why_not[task] = NO_DATA
-            elif not any(q for times in TIMES for q in questions(folder.encode, times * length, 1, filler=filler)):
+            elif task == "needle_text" and foreign:
+                why_not[task] = foreign
+            elif not any(
+                question
+                for times in TIMES
+                for question in questions(folder.encode, times * length, 1, needles, filler=filler)
+            ):
                 why_not[task] = no_room(length, filler)
     if isinstance(reason := proxy_task(folder), str):
         why_not["proxy"] = reason
@@ -130,20 +190,40 @@ def packed(folder: Path) -> Packed:
         raise InputError(str(error)) from None
 
 
-def _require_same_tokenizer(folder: ModelFolder, data: Packed) -> None:
-    """Raises `InputError` if the data were packed with another tokenizer, or have more tokens than the model."""
+def packed_for(folder: ModelFolder, given: Path | None, first: ModelFolder) -> Packed | None:
+    """Opens the packed data for a model, among several of which one is the first.
+
+    Without data that the user names, a model has those of the first model's training, so that both meet the same
+    rows. A model of another tokenizer cannot read them, and has those of its own training.
+
+    Raises:
+        InputError: If the user names a folder that holds no packed data.
+    """
+    if given is not None or first.data is None or folder is first:
+        found = given or folder.data
+        return None if found is None else packed(found)
+    data = packed(first.data)
+    if folder.data is None:
+        return data
+    own = packed(folder.data)
+    return data if own.tokenizer["sha256"] == data.tokenizer["sha256"] else own
+
+
+def _other_tokenizer(folder: ModelFolder, data: Packed) -> str | None:
+    """Says why a model cannot read data: another tokenizer packed them, or they have more tokens. None if it can."""
     tokenizer = folder.recipe.get("tokenizer")
     if folder.foreign:
         # The recipe of an export says which tokenizer its model has; of another model, only its file does.
         tokenizer = load_tokenizer(str(folder.path))[1]
     if isinstance(tokenizer, Mapping) and tokenizer.get("sha256") not in (None, data.tokenizer["sha256"]):
-        raise InputError(
+        return (
             f"{data.folder}: is packed with another tokenizer, '{data.tokenizer['name']}' of "
             f"{data.tokenizer['vocab_size']} ids, than {folder.named}: "
             f"'{tokenizer.get('name', tokenizer.get('kind'))}' of {tokenizer.get('vocab_size')}"
         )
     if data.tokenizer["vocab_size"] > folder.vocab_size:
-        raise InputError(
+        return (
             f"{data.folder}: has {data.tokenizer['vocab_size']} token ids, and the model of {folder.named} "
             f"{folder.vocab_size}"
         )
+    return None

@@ -4,18 +4,20 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError
+from deltalab.evaluation.items import Items, item_id
 from deltalab.evaluation.loss import TIMES
 from deltalab.evaluation.model_folder import ModelFolder
-from deltalab.evaluation.results import OWN, Result
+from deltalab.evaluation.results import OWN, Result, fingerprint
 
 NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([^\s"'#\[\]]+)""", re.MULTILINE)
 """The name of a task, group or tag in a YAML file of the harness."""
@@ -23,6 +25,9 @@ NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([^\s"'#\[\]]+)""
 BOOTSTRAP = 100
 """Resamples for the standard error of a metric that has no formula for it, such as perplexity: it is then known to 7%,
 and for 10,000 examples takes 0.1 s. With 0 the harness gives no standard error, not even that of a mean."""
+
+MEANS = ("mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte")
+"""The harness's aggregations that are means of items, or functions of sums over them."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ def harness(
     *,
     limit: int | None,
     options: HarnessOptions = HarnessOptions(),
-) -> list[Result]:
-    """Measures a model on tasks of lm-evaluation-harness.
+) -> Iterator[tuple[str, list[Result]]]:
+    """Measures a model on tasks of lm-evaluation-harness, one after the other.
 
     Args:
         folder: The folder of the model.
@@ -96,8 +101,8 @@ def harness(
         limit: Examples of each task; None means all.
         options: How the harness runs.
 
-    Returns:
-        A result for each metric of each task.
+    Yields:
+        Each name with a result for each metric of the task or, of a group, of all its tasks.
 
     Raises:
         InputError: If the folder has no tokenizer, if a task does not exist, or if its data cannot be loaded.
@@ -121,15 +126,38 @@ def harness(
         max_length=options.max_length or (folder.length and TIMES[-1] * folder.length),
         device=str(folder.device),
     )
-    try:
-        with redirect_stdout(sys.stderr):  # the harness prints, and stdout may be JSON
-            report: Any = simple_evaluate(
-                model, tasks=names, limit=limit, task_manager=manager, log_samples=False,
-                bootstrap_iters=BOOTSTRAP, num_fewshot=options.few_shot,
-            )  # fmt: skip
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"lm-evaluation-harness: {type(error).__name__}: {reason}") from error
+    for name in names:
+        try:
+            with redirect_stdout(sys.stderr):  # the harness prints, and stdout may be JSON
+                report: Any = simple_evaluate(
+                    model, tasks=[name], limit=limit, task_manager=manager, log_samples=True,
+                    bootstrap_iters=BOOTSTRAP, num_fewshot=options.few_shot,
+                )  # fmt: skip
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"lm-evaluation-harness: {type(error).__name__}: {reason}") from error
+        yield name, _results(folder, report)
+
+
+def depends_on(folders: Sequence[Path], length: int | None) -> dict[str, Any]:
+    """Returns what results of the harness depend on besides the model and the options of an evaluation.
+
+    Args:
+        folders: Folders with YAML files of further tasks. Their files count, and the files that they name.
+        length: Tokens of a training sequence; None if it is not known.
+    """
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".yaml", ".yml", ".py")]
+    named = {
+        Path(word)
+        for file in files
+        for word in re.findall(r"[^\s\"'{}\[\],]*/[^\s\"'{}\[\],]+", file.read_text(encoding="utf-8", errors="replace"))
+    }
+    known = [*files, *(file for file in named if file.is_file())]
+    return {"lm_eval": version("lm_eval"), "definitions": fingerprint(known) if known else "", "length": length}
+
+
+def _results(folder: ModelFolder, report: Mapping[str, Any]) -> list[Result]:
+    """The results of a report of the harness."""
     results = []
     for task, metrics in report["results"].items():
         count = report.get("n-samples", {}).get(task, {}).get("effective")
@@ -140,8 +168,52 @@ def harness(
             stderr = metrics.get(f"{metric}_stderr,{kind}")
             name = metric if kind == "none" else f"{metric} ({kind})"
             error_bar = float(stderr) if isinstance(stderr, int | float) and math.isfinite(stderr) else None
-            results.append(Result(folder.step, task, name, float(value), count, error_bar))
+            items = _items(report, task, metric, kind, float(value))
+            results.append(Result(folder.step, task, name, float(value), count, error_bar, items))
     return results
+
+
+def _items(report: Mapping[str, Any], task: str, metric: str, kind: str, value: float) -> Items | None:
+    """The items of a metric, or of a group's metric; None if it is neither a mean of them nor a function of sums."""
+    samples = report.get("samples", {})
+    parts = [
+        [sample for sample in samples[part] if sample["filter"] == kind and metric in sample]
+        for part in _leaves(report, task)
+        if part in samples
+    ]
+    how = {_aggregation(report, part, metric) for part in _leaves(report, task)}
+    if not any(parts) or how - {None, *MEANS}:
+        return None
+    flat = [sample for part in parts for sample in part]
+    ids = [item_id(sample["doc_hash"], sample["prompt_hash"]) for sample in flat]
+    scores: list[Any] = [sample[metric] for sample in flat]
+    forms: list[Items] = []
+    if all(isinstance(score, int | float) for score in scores):
+        totals = list(map(float, scores))
+        forms.append(Items.mean(ids, totals))
+        forms.append(Items(ids, [-total for total in totals], [1.0] * len(ids), is_log=True))
+        each = [1 / len(part) for part in parts for _ in part]  # a group's mean over tasks, not over items
+        forms.append(Items(ids, [total * weight for total, weight in zip(totals, each, strict=True)], each))
+    elif all(isinstance(score, list | tuple) and len(score) == 2 and score[1] > 0 for score in scores):
+        nats, weights = [-float(score[0]) for score in scores], [float(score[1]) for score in scores]
+        forms.append(Items(ids, nats, weights, is_log=True))
+        forms.append(Items(ids, [part / math.log(2) for part in nats], weights))
+    # Which of the forms a metric has, its value tells.
+    return next((form for form in forms if math.isclose(form.value, value, rel_tol=1e-6, abs_tol=1e-9)), None)
+
+
+def _leaves(report: Mapping[str, Any], task: str) -> list[str]:
+    """The tasks of a group and of its groups; the task itself if it is none."""
+    children = report.get("group_subtasks", {}).get(task) or []
+    return [leaf for child in children for leaf in _leaves(report, child)] if children else [task]
+
+
+def _aggregation(report: Mapping[str, Any], task: str, metric: str) -> str | None:
+    """How a task's configuration says that a metric is made of items; None if it says nothing."""
+    for entry in report.get("configs", {}).get(task, {}).get("metric_list") or []:
+        if entry.get("metric") == metric and isinstance(entry.get("aggregation"), str):
+            return str(entry["aggregation"])
+    return None
 
 
 def _task_of(file: Path) -> str:

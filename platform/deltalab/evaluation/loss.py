@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from deltalab.data.token_shards import Split
 from deltalab.errors import InputError
+from deltalab.evaluation.items import Items, item_id, of_items
 from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import Result
 
@@ -17,7 +18,7 @@ TOKENS_AT_ONCE = 2**14
 """The number of tokens in a batch."""
 
 
-def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: int) -> list[Result]:
+def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: int, tokenizer: str = "") -> list[Result]:
     """Measures the mean loss on packed data by length and, on the longest rows, by position.
 
     The lengths are 1, 2 and 4 times that of the training, without those that the split is too short for. The ranges of
@@ -30,9 +31,11 @@ def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: in
         task: The name of the task in the results.
         length: Tokens of a training sequence.
         examples: Rows of the shortest length.
+        tokenizer: The hash of the data's tokenizer. Rows of other tokenizers are other items.
 
     Returns:
-        For each length the loss in nats a token and in bits a byte; for each range of positions the loss in nats.
+        For each length the loss in nats a token and in bits a byte; for each range of positions the loss in nats. The
+        items are the rows.
 
     Raises:
         InputError: If the split is too short for a single row of the training's length.
@@ -41,15 +44,14 @@ def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: in
         raise InputError(f"task '{task}': {too_short(split, length)}")
     results: list[Result] = []
     bits = split.tokens / (math.log(2) * split.bytes)
-    by_place = torch.zeros(0)
-    rows = 0
+    by_place, ids = torch.zeros(0, 0), list[str]()
     for times in TIMES:
         size = times * length
         available = split.rows(size)
         if not available:
             break
         rows = min(available, max(1, examples // times))
-        total = torch.zeros(size, dtype=torch.float64)
+        parts, ids = [], []
         at_once = max(1, TOKENS_AT_ONCE // size)
         indices = [available * i // rows for i in range(rows)]
         for begin in range(0, rows, at_once):
@@ -58,16 +60,18 @@ def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: in
             nats = functional.cross_entropy(
                 folder.logits(tokens[:, :-1]).flatten(0, 1), targets.flatten(), reduction="none"
             )
-            total += nats.view(targets.shape).double().sum(0).cpu()
-        by_place = total / rows
-        mean = by_place.mean().item()
-        results.append(Result(folder.step, task, f"loss@{size}", mean, rows))
-        results.append(Result(folder.step, task, f"bits_per_byte@{size}", mean * bits, rows))
-    begin = 0
-    cuts = [cut for cut in (length // 4, length // 2, *(times * length for times in TIMES)) if cut <= len(by_place)]
+            parts.append(nats.view(targets.shape).double().cpu())
+            ids += [item_id(tokenizer, row.numpy().tobytes()) for row in tokens]
+        by_place = torch.cat(parts)
+        means = by_place.mean(1)
+        results.append(of_items(folder.step, task, f"loss@{size}", Items.mean(ids, means.tolist())))
+        in_bits = Items.mean(ids, (means * bits).tolist())
+        results.append(of_items(folder.step, task, f"bits_per_byte@{size}", in_bits))
+    begin, longest = 0, by_place.shape[1]
+    cuts = [cut for cut in (length // 4, length // 2, *(times * length for times in TIMES)) if cut <= longest]
     for end in dict.fromkeys(filter(None, cuts)):
-        value = by_place[begin:end].mean().item()
-        results.append(Result(folder.step, task, f"loss_at_{begin}_to_{end}", value, rows))
+        of_range = Items.mean(ids, by_place[:, begin:end].mean(1).tolist())
+        results.append(of_items(folder.step, task, f"loss_at_{begin}_to_{end}", of_range))
         begin = end
     return results
 

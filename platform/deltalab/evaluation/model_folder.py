@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from deltalab import __version__
 from deltalab.errors import InputError
+from deltalab.evaluation.results import fingerprint
 from deltalab.export.folders import from_folder
 from deltalab.export.recipe import RECIPE_FILE, read_recipe
 from deltalab.export.write import export
@@ -105,7 +107,7 @@ class ModelFolder:
     def vocab_size(self) -> int:
         """The tokens that the model tells apart."""
         if self.foreign:
-            return int(self.model.config.get_text_config().vocab_size)
+            return int(self.config.get_text_config().vocab_size)
         return int(read_config(Path(self.path))["vocab_size"])
 
     def encode(self, text: str) -> list[int]:
@@ -120,6 +122,70 @@ class ModelFolder:
             kept = {} if self.foreign else {"logits_to_keep": keep}
             logits: torch.Tensor = self.model(tokens.to(self.device), use_cache=False, **kept).logits
         return logits[:, -keep:].float()
+
+    def continued(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
+        """Continues tokens [B, T] by greedy decoding, through the model's own `generate` where it has one.
+
+        Returns:
+            The next tokens [B, count] or, if all rows end before, fewer.
+        """
+        tokens = tokens.to(self.device)
+        if not self.model.can_generate():
+            for _ in range(count):
+                tokens = torch.cat([tokens, self.logits(tokens, keep=1).argmax(-1)], 1)
+            return tokens[:, -count:]
+        ends = self.model.generation_config.eos_token_id
+        # What a model's own configuration says of sampling and penalties must not enter.
+        greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+        greedy |= dict.fromkeys(("temperature", "top_p", "top_k"))
+        with torch.no_grad():
+            out: torch.Tensor = self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=count,
+                pad_token_id=ends[0] if isinstance(ends, list) else ends,
+                **greedy,
+            )
+        return out[:, tokens.shape[1] :]
+
+    def release(self) -> None:
+        """Lets go of the loaded model, whose memory another one needs."""
+        vars(self).pop("model", None)
+
+    @cached_property
+    def weights(self) -> str | None:
+        """What names the weights: a hash of their files or, for a model of the Hub, its name and commit.
+
+        None if no files are known that could tell them from others.
+        """
+        if isinstance(self.path, Path):
+            files = [file for suffix in ("safetensors", "bin", "pt", "pth") for file in self.path.glob(f"*.{suffix}")]
+            return fingerprint(files) if files else None
+        commit = getattr(self.config, "_commit_hash", None)
+        return None if commit is None else f"{self.path}@{commit}"
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration of a model that is not deltalab's."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trusted)
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """What the model computes with: weights, code and tokenizer, and the type of numbers; None if not known."""
+        if self.weights is None:
+            return None
+        about = "" if isinstance(self.path, str) else fingerprint(_descriptions(self.path))
+        numbers = "bfloat16" if self.device.type == "cuda" else "float32"
+        return {"weights": self.weights, "described": about, "numbers": numbers, "deltalab": __version__}
+
+
+def _descriptions(folder: Path) -> list[Path]:
+    """The files of a folder that say how a model computes and reads text, but for its weights."""
+    named = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json")
+    others = (file for suffix in ("py", "txt", "model") for file in folder.rglob(f"*.{suffix}"))
+    return [*(folder / name for name in named if (folder / name).is_file()), *others]
 
 
 @contextmanager

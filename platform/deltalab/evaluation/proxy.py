@@ -6,18 +6,23 @@ from pathlib import Path
 import torch
 
 from deltalab.errors import InputError
+from deltalab.evaluation.items import Items, item_id, of_items
 from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import Result
 from deltalab.export.folders import from_folder
 from deltalab.export.retrain import load_rules
 from deltalab.models.model import Model
 from deltalab.registry import get_task
-from deltalab.tasks import IGNORE, Task
+from deltalab.tasks import IGNORE, Batch, Task
 from deltalab.training.evaluation import EVALUATION_SEED
+
+Scores = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def proxy(folder: ModelFolder) -> list[Result]:
     """Measures the metrics of the proxy task that a folder comes from, over as many batches as its trial did.
+
+    The items are the examples, each with all its answers.
 
     Raises:
         InputError: If the folder comes from no proxy task, or if its model has another vocabulary.
@@ -31,7 +36,7 @@ def proxy(folder: ModelFolder) -> list[Result]:
     model.load_state_dict(dict(source.weights()))
     model.to(folder.device).eval()
     train = folder.recipe["trial"]["train"]
-    sums: dict[str, tuple[float, float]] = {}
+    items: dict[str, Items] = {}
     evaluations = task.evaluations()
     for label, part in evaluations.items():
         ends = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
@@ -40,15 +45,36 @@ def proxy(folder: ModelFolder) -> list[Result]:
             batch = part.batch("test", rows, EVALUATION_SEED, i, folder.device)
             with torch.no_grad():
                 logits = model(batch.inputs, batch.targets != IGNORE)
-            for name, (total, count) in part.measure(batch, logits.float()).items():
-                for end in ends:
-                    before = sums.get(name + end, (0.0, 0.0))
-                    sums[name + end] = before[0] + total.item(), before[1] + count.item()
-    return [
-        Result(folder.step, f"proxy {task.name}", name, total / count, int(count))
-        for name, (total, count) in sums.items()
-        if count
-    ]
+            for example, scores in by_example(part, batch, logits.float()):
+                for name, (total, count) in scores.items():
+                    for end in ends if count.item() else ():
+                        found = items.setdefault(name + end, Items([], [], []))
+                        found.ids.append(example)
+                        found.totals.append(total.item())
+                        found.weights.append(count.item())
+    return [of_items(folder.step, f"proxy {task.name}", name, found) for name, found in items.items()]
+
+
+def by_example(task: Task, batch: Batch, logits: torch.Tensor) -> list[tuple[str, Scores]]:
+    """Measures each example of a batch on its own.
+
+    Args:
+        task: The task.
+        batch: The examples.
+        logits: The logits at the scored positions, row-major, [N, vocab_size].
+
+    Returns:
+        For each example with a scored position its id, and metric -> (total, count) as `Task.measure` gives them.
+    """
+    found: list[tuple[str, Scores]] = []
+    begin = 0
+    for inputs, targets in zip(batch.inputs.split(1), batch.targets.split(1), strict=True):
+        end = begin + int((targets != IGNORE).sum())
+        if end > begin:
+            example = item_id(inputs.cpu().numpy().tobytes(), targets.cpu().numpy().tobytes())
+            found.append((example, task.measure(Batch(inputs, targets), logits[begin:end])))
+        begin = end
+    return found
 
 
 def proxy_task(folder: ModelFolder) -> Task | str:
