@@ -82,15 +82,22 @@ def evaluate(
     with ExitStack() as stack:  # a model that cannot be opened is found before the first is measured
         folders = {model: stack.enter_context(open_model(model, trusted=trust)) for model in models}
         first = folders[models[0]]
+        asked = {}
         for model, folder in folders.items():
             packed_data = evaluating.packed_for(folder, data, first)
             # All models are measured on sequences of the same length, or they would share no item.
             tokens = length or first.length or folder.length
             chosen, left_out = task_names, dict[str, str]()
             if not task_names:
+                borrowed = folder is not first or data is None
                 chosen, left_out = evaluating.askable(
-                    folder, packed_data, split=split, length=tokens, borrowed=data is None
+                    folder, packed_data, split=split, length=tokens, borrowed=borrowed
                 )
+            elif len(models) > 1:
+                evaluating.require(folder, chosen, packed_data, tokens, include)
+            asked[model] = packed_data, tokens, chosen, left_out
+        for model, folder in folders.items():
+            packed_data, tokens, chosen, left_out = asked[model]
             identity, place = folder.identity, _place(model, folder)
             results[model] = evaluating.evaluate(
                 folder,

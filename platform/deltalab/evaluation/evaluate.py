@@ -61,16 +61,8 @@ def evaluate(
     Raises:
         InputError: If a task does not exist, or lacks something that it needs.
     """
-    if data is not None and any(task in NEED_DATA for task in tasks) and (reason := _other_tokenizer(folder, data)):
-        raise InputError(reason)
+    others, folders = require(folder, tasks, data, length, include)
     length = length or folder.length
-    others, folders = find_tasks([task for task in tasks if task not in OWN], include)
-    if length is None and any(task in NEED_LENGTH for task in tasks):
-        raise InputError(f"{folder.named}: {NO_LENGTH}")
-    if data is None:
-        for task in tasks:
-            if task in NEED_DATA:
-                raise InputError(f"task '{task}': {NO_DATA}")
     examples, results = limit or LIMIT, dict[str, list[Result]]()
     of_data = None if data is None else {"data": fingerprint([data.folder / META]), "split": split}
     about: dict[str, dict[str, Any]] = {}
@@ -108,6 +100,32 @@ def evaluate(
         for task, measured in harness(folder, left, folders, limit=limit, options=options):
             keep(task, measured)
     return [result for task in about for result in results[task]]
+
+
+def require(
+    folder: ModelFolder, tasks: Sequence[str], data: Packed | None, length: int | None, include: Path | None
+) -> tuple[list[str], list[Path]]:
+    """Checks without measuring that a model has what tasks need. The arguments are those of `evaluate`.
+
+    Returns:
+        The tasks of lm-evaluation-harness, and the folders with YAML files of further tasks, as `find_tasks` does.
+
+    Raises:
+        InputError: If a task does not exist, or lacks something that it needs.
+    """
+    if data is not None and any(task in NEED_DATA for task in tasks) and (reason := _other_tokenizer(folder, data)):
+        raise InputError(reason)
+    found = find_tasks([task for task in tasks if task not in OWN], include)
+    if length is None and folder.length is None and any(task in NEED_LENGTH for task in tasks):
+        raise InputError(f"{folder.named}: {NO_LENGTH}")
+    for task in tasks:
+        if task in NEED_DATA and data is None:
+            raise InputError(f"task '{task}': {NO_DATA}")
+        if task == "proxy" and isinstance(why_not := proxy_task(folder), str):
+            raise InputError(f"task 'proxy': {folder.named}: {why_not}")
+    if not folder.has_tokenizer and (found[0] or any(task in KINDS for task in tasks)):
+        raise InputError(f"{folder.named}: has no tokenizer: {NO_TOKENIZER}")
+    return found
 
 
 def _trial_of(folder: ModelFolder) -> dict[str, Any]:

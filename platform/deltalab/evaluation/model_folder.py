@@ -120,7 +120,8 @@ class ModelFolder:
         with torch.no_grad():
             # A model of transformers may not know how to keep some logits.
             kept = {} if self.foreign else {"logits_to_keep": keep}
-            logits: torch.Tensor = self.model(tokens.to(self.device), use_cache=False, **kept).logits
+            with self._positions(tokens.shape[1]):
+                logits: torch.Tensor = self.model(tokens.to(self.device), use_cache=False, **kept).logits
         return logits[:, -keep:].float()
 
     def continued(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
@@ -138,7 +139,7 @@ class ModelFolder:
         # What a model's own configuration says of sampling and penalties must not enter.
         greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
         greedy |= dict.fromkeys(("temperature", "top_p", "top_k"))
-        with torch.no_grad():
+        with torch.no_grad(), self._positions(tokens.shape[1] + count):
             out: torch.Tensor = self.model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
@@ -147,6 +148,14 @@ class ModelFolder:
                 **greedy,
             )
         return out[:, tokens.shape[1] :]
+
+    @contextmanager
+    def _positions(self, length: int) -> Iterator[None]:
+        """Raises `InputError` if a model with a vector for each position has too few of them for `length` tokens."""
+        try:
+            yield
+        except IndexError as error:
+            raise InputError(f"{self.named}: cannot read {length} tokens ({error}): give a smaller --length") from None
 
     def release(self) -> None:
         """Lets go of the loaded model, whose memory another one needs."""

@@ -15,7 +15,7 @@ that a task of few items does not widen the intervals of others.
 
 Of scores such as right and wrong, most items are *ties*, with the same score of both models, and a difference may rest
 on two or three. If all agree, se is 0 although the next item need not. So the variance of a metric within [0, 1] that
-has ties is that of its items and of q^2 more that differ by 1.
+has ties is that of its items and of q^2 more that differ by 1. This takes the place of Student's t.
 """
 
 import math
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltalab.study.statistics.intervals import within
 from deltalab.study.statistics.joint_test import ALPHA, Difference
 
 DRAWS = 20_000
@@ -77,11 +78,12 @@ def compare_items(pairs: Sequence[ItemPairs]) -> list[Difference]:
     found = []
     for move in moves:
         degrees = len(move.ids) - 1
-        factor = -float(stdtrit(degrees, ndtr(-quantile)))
+        factor = float(quantile if move.tie else -stdtrit(degrees, ndtr(-quantile)))
         se = math.sqrt(move.variance + factor**2 * move.tie)
         t = abs(move.difference) / se if se else 0.0
-        reached = DRAWS - np.searchsorted(largest, -ndtri(stdtr(degrees, -t)) * (1 - 1e-9))
-        low, high = move.difference - factor * se, move.difference + factor * se
+        reached = DRAWS - np.searchsorted(largest, (t if move.tie else -ndtri(stdtr(degrees, -t))) * (1 - 1e-9))
+        bounds = (-1.0, 1.0) if move.tie else None
+        low, high = within(move.difference - factor * se, move.difference + factor * se, bounds)
         found.append(Difference(move.difference, low, high, (1 + int(reached)) / (1 + DRAWS), len(move.ids)))
     return found
 
