@@ -1,16 +1,18 @@
 """Finds tasks of lm-evaluation-harness and measures models on them."""
 
+import json
 import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from deltalab.errors import InputError
@@ -18,6 +20,7 @@ from deltalab.evaluation.items import Items, item_id
 from deltalab.evaluation.loss import TIMES
 from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import OWN, Result, fingerprint
+from deltalab.evaluation.suites.datasets import copy_of
 
 NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([^\s"'#\[\]]+)""", re.MULTILINE)
 """The name of a task, group or tag in a YAML file of the harness."""
@@ -39,11 +42,13 @@ class HarnessOptions:
         batch_size: The questions that are answered together; None for 8 on a GPU and 1 on a CPU.
         max_length: The most tokens of a question; None for four times the training's length, or the model's own number
             if it has no recipe.
+        files: The folder with copies of data sets, each in its subfolder ORG/NAME; None reads the Hub.
     """
 
     few_shot: int | None = None
     batch_size: int | None = None
     max_length: int | None = None
+    files: Path | None = None
 
 
 def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], list[Path]]:
@@ -128,11 +133,14 @@ def harness(
     )
     for name in names:
         try:
-            with redirect_stdout(sys.stderr):  # the harness prints, and stdout may be JSON
+            # The harness prints, and stdout may be JSON.
+            with redirect_stdout(sys.stderr), _local(manager, [name], options.files) as given:
                 report: Any = simple_evaluate(
-                    model, tasks=[name], limit=limit, task_manager=manager, log_samples=True,
+                    model, tasks=given, limit=limit, task_manager=manager, log_samples=True,
                     bootstrap_iters=BOOTSTRAP, num_fewshot=options.few_shot,
                 )  # fmt: skip
+        except InputError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"lm-evaluation-harness: {type(error).__name__}: {reason}") from error
@@ -214,6 +222,34 @@ def _aggregation(report: Mapping[str, Any], task: str, metric: str) -> str | Non
         if entry.get("metric") == metric and isinstance(entry.get("aggregation"), str):
             return str(entry["aggregation"])
     return None
+@contextmanager
+def _local(manager: Any, names: Sequence[str], files: Path | None) -> Iterator[list[str]]:
+    """The names of tasks or, if data sets come from a folder, YAML files that name the copies in place of the Hub."""
+    if files is None:
+        yield list(names)
+        return
+    with TemporaryDirectory() as temporary:
+        written = []
+        for name in names:
+            source = manager.task_index[name].yaml_path
+            copy = copy_of(_dataset_of(source, name), files)
+            file = Path(temporary, f"{name}.yaml")
+            file.write_text(
+                f"include: {json.dumps(str(source))}\ntask: {name}\ndataset_path: {json.dumps(str(copy))}\n"
+            )
+            written.append(str(file))
+        yield written
+
+
+def _dataset_of(file: Path | None, task: str) -> str:
+    """The data set of a task, which its YAML file names or one that it includes."""
+    while file is not None:
+        text = file.read_text(encoding="utf-8")
+        if dataset := re.search(r"^dataset_path:[ \t]*(\S+)", text, re.MULTILINE):
+            return dataset[1].strip("\"'")
+        included = re.search(r"^include:[ \t]*(\S+)", text, re.MULTILINE)
+        file = file.parent / included[1].strip("\"'") if included else None
+    raise InputError(f"--files: task '{task}' names no data set; of a group, name its tasks")
 
 
 def _task_of(file: Path) -> str:

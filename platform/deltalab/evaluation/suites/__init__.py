@@ -1,0 +1,1 @@
+"""Suites of evaluation tasks, each asked by the protocol of the papers that quote it."""
