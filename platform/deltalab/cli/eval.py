@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deltalab.cli.options import AsJson, Db
+from deltalab.cli.options import AsJson, Db, print_rows
 from deltalab.data.token_shards import SPLITS
 from deltalab.errors import InputError, unknown
 
@@ -20,6 +20,29 @@ if TYPE_CHECKING:
     from deltalab.evaluation.compare import Compared
     from deltalab.evaluation.model_folder import ModelFolder
     from deltalab.evaluation.results import Result
+
+
+def _numbers(words: str | None) -> list[int]:
+    """The whole numbers that a user lists with commas."""
+    numbers = [word.strip() for word in (words or "").split(",") if word.strip()]
+    if wrong := [word for word in numbers if not word.isdecimal() or not int(word)]:
+        raise InputError(f"--lengths: '{wrong[0]}' is no number of tokens: give it as 1024,2048")
+    return [int(word) for word in numbers]
+
+
+def _list_suites(wanted: bool) -> None:
+    """Prints the suites, with what each of their tasks needs, and ends the command."""
+    if not wanted:
+        return
+    from deltalab.evaluation.suites.suite import load_suite, suite_names
+
+    rows: list[dict[str, Any]] = []
+    for suite in map(load_suite, suite_names()):
+        for task in suite.tasks:
+            metrics = ", ".join(filter(None, (task.metric, *task.also))) or "all"
+            rows.append({"name": f"{suite.name}/{task.name}", "metrics": metrics, "needs": ", ".join(task.needs)})
+    print_rows(rows, as_json=False)
+    raise typer.Exit
 
 
 def evaluate(
@@ -38,6 +61,20 @@ def evaluate(
             help="With commas: loss, needle, needle_multikey, needle_multivalue, needle_multiquery, needle_text, "
             "proxy, and names or YAML files of lm-evaluation-harness.",
         ),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option("--suite", metavar="NAME", help="With commas: suites, or SUITE/TASK; --suites lists them."),
+    ] = None,
+    suites: Annotated[
+        bool,
+        typer.Option("--suites", help="List the suites and what each needs.", callback=_list_suites, is_eager=True),
+    ] = False,
+    files: Annotated[
+        Path | None, typer.Option("--files", help="A folder with copies of the data sets, in place of the Hub.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", help="With commas: tokens of the texts of recall and ruler.")
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Packed data; by default, those of the training.")] = None,
     split: Annotated[str, typer.Option("--split", help="Which split of the packed data.")] = "validation",
@@ -71,6 +108,7 @@ def evaluate(
     from deltalab.evaluation.harness import HarnessOptions
     from deltalab.evaluation.items import FOLDER, ItemFiles
     from deltalab.evaluation.model_folder import open_model
+    from deltalab.evaluation.suites.measure import SuiteOptions, measure
 
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where="--split")
@@ -78,6 +116,10 @@ def evaluate(
         if models.count(model) > 1:
             raise InputError(f"{model}: is named {models.count(model)} times; name two models to compare them")
     task_names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+    suite_names = [name.strip() for name in (suite or "").split(",") if name.strip()]
+    if lengths and not suite_names:
+        raise InputError("--lengths: only suites read it: give --suite")
+    at, how = _numbers(lengths), HarnessOptions(few_shot, batch_size, max_length, files)
     results: dict[str, Sequence[Result]] = {}
     with ExitStack() as stack:  # a model that cannot be opened is found before the first is measured
         folders = {model: stack.enter_context(open_model(model, trusted=trust)) for model in models}
@@ -88,7 +130,7 @@ def evaluate(
             # All models are measured on sequences of the same length, or they would share no item.
             tokens = length or first.length or folder.length
             chosen, left_out = task_names, dict[str, str]()
-            if not task_names:
+            if not task_names and not suite_names:
                 borrowed = folder is not first or data is None
                 chosen, left_out = evaluating.askable(
                     folder, packed_data, split=split, length=tokens, borrowed=borrowed
@@ -99,7 +141,7 @@ def evaluate(
         for model, folder in folders.items():
             packed_data, tokens, chosen, left_out = asked[model]
             identity, place = folder.identity, _place(model, folder)
-            results[model] = evaluating.evaluate(
+            own = evaluating.evaluate(
                 folder,
                 chosen,
                 data=packed_data,
@@ -107,12 +149,20 @@ def evaluate(
                 length=tokens,
                 limit=limit,
                 include=include,
-                options=HarnessOptions(few_shot, batch_size, max_length),
+                options=how,
                 kept=None if identity is None else ItemFiles(place / FOLDER, identity, folder.step),
                 say=lambda line: print(line, file=sys.stderr),
             )
+            of_suites, without, versions = measure(
+                folder, suite_names, SuiteOptions(packed_data, split, tokens, at, limit, how)
+            )
+            results[model], left_out = [*own, *of_suites], left_out | without
             folder.release()
-            about = {"weights": folder.weights, "data": None if packed_data is None else str(packed_data.folder)}
+            about: dict[str, Any] = {
+                "weights": folder.weights,
+                "data": None if packed_data is None else str(packed_data.folder),
+            }
+            about |= {"suites": versions} if versions else {}
             summary = _record(place, folder, results[model], about, db)
             for task, reason in left_out.items():
                 print(

@@ -74,6 +74,7 @@ def evaluate(
             about[task] = _trial_of(folder)
     if others:
         most = {"limit": limit, "few_shot": options.few_shot, "max_length": options.max_length}
+        most |= {} if options.files is None else {"files": str(options.files.resolve())}
         about |= {task: most | depends_on(folders, length) for task in others}
     for task, facts in about.items():
         found = None if kept is None else kept.find(task, facts)

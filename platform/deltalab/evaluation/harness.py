@@ -222,6 +222,8 @@ def _aggregation(report: Mapping[str, Any], task: str, metric: str) -> str | Non
         if entry.get("metric") == metric and isinstance(entry.get("aggregation"), str):
             return str(entry["aggregation"])
     return None
+
+
 @contextmanager
 def _local(manager: Any, names: Sequence[str], files: Path | None) -> Iterator[list[str]]:
     """The names of tasks or, if data sets come from a folder, YAML files that name the copies in place of the Hub."""

@@ -115,6 +115,10 @@ class ModelFolder:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
     def logits(self, tokens: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """Computes the logits in float32 after the last `keep` of the tokens [B, T]; 0 means after all of them."""
         with torch.no_grad():

@@ -1,0 +1,191 @@
+"""Measures a model on suites of tasks."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from deltalab.data.token_shards import Packed
+from deltalab.errors import InputError
+from deltalab.evaluation.evaluate import evaluate
+from deltalab.evaluation.harness import HarnessOptions, find_tasks, harness
+from deltalab.evaluation.items import Items, item_id, of_items
+from deltalab.evaluation.model_folder import ModelFolder
+from deltalab.evaluation.results import Result
+from deltalab.evaluation.suites import recall, ruler
+from deltalab.evaluation.suites.datasets import rows
+from deltalab.evaluation.suites.greedy import continuations
+from deltalab.evaluation.suites.suite import Suite, SuiteTask, chosen, lengths_of
+
+SCORES = {"match": ruler.match, "match_any": ruler.match_any}
+"""By metric, how an answer to a question of RULER is scored."""
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """How suites are asked.
+
+    Attributes:
+        data: Packed data; None if there are none.
+        split: The split of the packed data.
+        length: Tokens of a training sequence; None means those of the folder's recipe.
+        lengths: The lengths in tokens of texts; empty means those of the suite.
+        limit: Examples of each task; None means those of the suite.
+        harness: How lm-evaluation-harness runs. Its batch size holds for our tasks, too, and so do its files.
+    """
+
+    data: Packed | None = None
+    split: str = "validation"
+    length: int | None = None
+    lengths: Sequence[int] = ()
+    limit: int | None = None
+    harness: HarnessOptions = HarnessOptions()  # noqa: RUF009
+
+
+def measure(
+    folder: ModelFolder, names: Iterable[str], options: SuiteOptions
+) -> tuple[list[Result], dict[str, str], dict[str, int]]:
+    """Measures a model on suites.
+
+    Args:
+        folder: The folder of the model.
+        names: `SUITE` for a suite with its mean, or `SUITE/TASK` for one of its tasks.
+        options: How suites are asked.
+
+    Returns:
+        A result for each task, metric and length and, for a whole suite, the mean; by task, why it was left out; and by
+        suite, its version.
+
+    Raises:
+        InputError: If a suite does not exist, or lacks something that it needs.
+    """
+    suites = chosen(names)
+    if options.harness.few_shot is not None and any(suite.few_shot is not None for suite, _ in suites):
+        raise InputError("--few-shot: a suite has its own number of solved examples")
+    lengths = {suite.name: lengths_of(suite, options.lengths) for suite, _ in suites}
+    results: list[Result] = []
+    left_out: dict[str, str] = {}
+    for suite, tasks in suites:
+        if suite.asked_by == "harness":
+            found = _by_harness(folder, suite, tasks, options)
+        elif suite.asked_by == "deltalab":
+            found = evaluate(
+                folder,
+                [task.name for task in tasks],
+                data=options.data,
+                split=options.split,
+                length=options.length,
+                limit=options.limit,
+            )
+        elif suite.asked_by == "recall":
+            found = _recall(folder, suite, tasks, lengths[suite.name], options)
+        else:
+            found, reasons = _ruler(folder, suite, tasks, lengths[suite.name], options)
+            left_out |= reasons
+        results += found
+        if tasks == suite.tasks:
+            results += means(suite, found, lengths[suite.name])
+    return results, left_out, {suite.name: suite.version for suite, _ in suites}
+
+
+def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> list[Result]:
+    """Returns the unweighted mean over a suite's tasks, at each length.
+
+    Its number of examples is that of the tasks. If some of the tasks were left out, its metric says how many were not.
+
+    Args:
+        suite: The suite.
+        results: The results of its tasks.
+        lengths: The lengths; empty if the suite has no lengths.
+    """
+    quoted = [task for task in suite.tasks if task.metric is not None]
+    found: list[Result] = []
+    for at in [f"@{length}" for length in lengths] or [""]:
+        wanted = {(_task_name(suite, task), f"{task.metric}{at}") for task in quoted}
+        parts = [result for result in results if (result.task, result.metric) in wanted]
+        if not parts:
+            continue
+        name = "mean" if len(parts) == len(quoted) else f"mean_of_{len(parts)}"
+        value = sum(part.value for part in parts) / len(parts)
+        errors = [part.stderr for part in parts if part.stderr is not None]
+        stderr = math.hypot(*errors) / len(parts) if len(errors) == len(parts) else None
+        found.append(Result(parts[0].step, suite.name, name + at, value, len(parts), stderr))
+    return found
+
+
+def _task_name(suite: Suite, task: SuiteTask) -> str:
+    """The name of a task in results: the harness's and deltalab's own names are known without the suite."""
+    return task.name if suite.asked_by in ("harness", "deltalab") else f"{suite.name}/{task.name}"
+
+
+def _by_harness(folder: ModelFolder, suite: Suite, tasks: Sequence[SuiteTask], options: SuiteOptions) -> list[Result]:
+    names, folders = find_tasks([task.name for task in tasks], None)
+    how = replace(options.harness, few_shot=suite.few_shot)
+    found = {
+        (result.task, result.metric): result
+        for _, measured in harness(folder, names, folders, limit=options.limit, options=how)
+        for result in measured
+    }
+    return [found[task.name, metric] for task in tasks for metric in (task.metric, *task.also) if metric is not None]
+
+
+def _recall(
+    folder: ModelFolder, suite: Suite, tasks: Sequence[SuiteTask], lengths: Sequence[int], options: SuiteOptions
+) -> list[Result]:
+    results = []
+    for task in tasks:
+        for length in lengths:
+            sizes = task.settings.get("by_length", ())
+            name = task.needs[next((i for i, size in enumerate(sizes) if size >= length), -1)]
+            every = recall.prompts(
+                rows(name, "validation", options.harness.files),
+                task.settings["form"], folder, length, twice=suite.twice, where=name,
+            )  # fmt: skip
+            asked = (
+                [prompt for prompt, _ in zip(every, range(options.limit), strict=False)] if options.limit else [*every]
+            )
+            label = f"{suite.name}/{task.name}"
+            written = continuations(
+                folder, [prompt.text for prompt in asked], recall.TOKENS,
+                label=label, stop="\n", batch_size=options.harness.batch_size,
+            )  # fmt: skip
+            scores = [recall.contains(prompt, text) for prompt, text in zip(asked, written, strict=True)]
+            results.append(_result(folder, label, f"{task.metric}@{length}", [p.text for p in asked], scores))
+    return results
+
+
+def _ruler(
+    folder: ModelFolder, suite: Suite, tasks: Sequence[SuiteTask], lengths: Sequence[int], options: SuiteOptions
+) -> tuple[list[Result], dict[str, str]]:
+    split = None if options.data is None else options.data.split(options.split)
+    sources = ruler.Sources(folder, options.harness.files, split, max(lengths))
+    count = options.limit or suite.examples or 0
+    results, left_out = [], dict[str, str]()
+    for task in tasks:
+        label = f"{suite.name}/{task.name}"
+        for length in lengths:
+            try:
+                texts = sources.texts(task.settings, task.needs, length)
+            except InputError as error:
+                left_out[label] = str(error)
+                break
+            asked = list(ruler.questions(task.name, texts, length, count, sources.tokens))
+            if not asked:
+                left_out[f"{label}@{length}"] = f"its shortest text does not fit into {length} tokens"
+                continue
+            written = continuations(
+                folder, [question.prompt for question in asked], texts.answer_tokens,
+                label=label, batch_size=options.harness.batch_size,
+            )  # fmt: skip
+            score = SCORES[str(task.metric)]
+            scores = [score(question, text) for question, text in zip(asked, written, strict=True)]
+            results.append(_result(folder, label, f"{task.metric}@{length}", [q.prompt for q in asked], scores))
+    if not results:
+        raise InputError("; ".join(f"{task}: {reason}" for task, reason in left_out.items()))
+    return results, left_out
+
+
+def _result(folder: ModelFolder, task: str, metric: str, prompts: Sequence[str], scores: Sequence[float]) -> Result:
+    """The mean of the scores of a task's examples, with its standard error. The items are the prompts."""
+    if not scores:
+        raise InputError(f"task '{task}': its data hold no example")
+    return of_items(folder.step, task, metric, Items.mean(list(map(item_id, prompts)), list(map(float, scores))))
