@@ -23,6 +23,7 @@ from deltalab.evaluation.suites import measure as measuring
 from deltalab.evaluation.suites import recall, ruler
 from deltalab.evaluation.suites.greedy import continuations
 from deltalab.evaluation.suites.measure import SuiteOptions, means, measure
+from deltalab.evaluation.suites.ruler_needles import Needles
 from deltalab.evaluation.suites.ruler_words import hotpot_documents, squad_documents
 from deltalab.evaluation.suites.suite import chosen, load_suite, suite_names
 from deltalab.evaluation.suites.words import different_words
@@ -227,16 +228,23 @@ def test_needles_stand_in_the_text_once_and_the_question_asks_for_them(folder: P
     assert (name in ("niah_single_3", "niah_multikey_3")) == (len(question.answers[0]) == 36)
 
 
+def test_no_key_has_two_values_in_a_haystack_of_needles() -> None:
+    prompt, _ = Needles("needles", "words", "numbers").text(random.Random(0), 900, 0)
+    lines = [line.split() for line in prompt.split("\n") if line.startswith("One of")]
+    assert len(lines) == 902
+    assert len({line[-3] for line in lines}) == len({line[-1] for line in lines}) == 902
+
+
 def test_a_chain_of_variables_leads_to_the_value(folder: Path, files: Path) -> None:
     for question in asked(folder, files, "vt", 2048, 5):
         example, _, prompt = question.prompt.rpartition("\n\nMemorize")
         lines = [line.split() for line in prompt.split("\n") if line.startswith("VAR ")]
         value = prompt.rpartition("the value ")[2].partition(",")[0]
-        has: dict[str, str] = {}
-        for line in lines:
-            has[line[1]] = line[3] if line[3].isdigit() else has[line[4]]
-        assert [name for name, number in has.items() if number == value] == list(question.answers)
-        assert len(lines) == len(question.answers) == 5
+        assert [line[1] for line in lines] == list(question.answers)
+        assert [line[-1] for line in lines] == [value, *question.answers[:-1]], (
+            "each has the value of the one before it"
+        )
+        assert len(set(question.answers)) == 5
         assert "5 variables are assigned" in prompt
         assert len(example) <= 512 or example.count("The grass is green.") == 5, "a quarter, or as short as can be"
         solved = example.rpartition("they are: ")[2].split()
@@ -317,9 +325,10 @@ class Saying:
     """A model that writes one text after every prompt."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text, self.read = text, list[str]()
 
-    def generate(self, ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    def generate(self, ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.read += [bytes(row[mask.bool()].tolist()).decode() for row, mask in zip(ids, attention_mask, strict=True)]
         said = torch.tensor([*self.text.encode()]).expand(len(ids), -1)
         return torch.cat([ids, said], 1)
 
@@ -341,6 +350,21 @@ def test_recall_is_the_share_of_answers_that_the_model_gives(folder: Path, files
     assert fda.stderr == pytest.approx(math.sqrt(0.2 * 0.8 / 4)), "the mill comes after the end of the answer"
 
 
+def test_nq_is_read_from_the_data_set_of_its_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def rows(name: str, split: str, files: Path | None) -> Any:
+        read.append(f"{name} {split}")
+        return iter([{"context": "A hat.", "question": "It is a", "answers": ["hat"]}])
+
+    monkeypatch.setattr(measuring, "rows", rows)
+    with open_model(str(folder)) as found:
+        vars(found)["model"] = Saying(" hat")
+        results, *_ = measure(found, ["recall/nq"], SuiteOptions(lengths=[512, 513, 4000]))
+    assert read == [f"hazyresearch/based_nq_{size} validation" for size in (512, 1024, 2048)]
+    assert [result.value for result in results] == [1.0] * 3
+
+
 def test_answers_are_those_of_the_model_alone_whatever_shares_the_batch(folder: Path) -> None:
     prompts = ["a", "The grass is green.", "One of", "The sky is blue. Here we go."]
     with open_model(str(folder)) as found:
@@ -352,7 +376,24 @@ def test_answers_are_those_of_the_model_alone_whatever_shares_the_batch(folder: 
             assert written == found.decode(prompt[0, -5:].tolist())
         letter = together[1][2]
         stopped = continuations(found, prompts, 5, label="x", stop=letter, batch_size=4)
-    assert stopped == [text.split(letter)[0] for text in together]
+        assert stopped == [text.split(letter)[0] for text in together]
+        vars(found)["model"] = saying = Saying("so")
+        assert continuations(found, prompts, 5, label="x", batch_size=4) == ["so"] * 4
+    assert sorted(saying.read) == sorted(prompts), "padding is masked"
+
+
+def test_long_work_says_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deltalab.evaluation.suites.greedy.EVERY_SECONDS", -1)
+    with open_model(str(folder)) as found:
+        vars(found)["model"] = Saying("so")
+        measure(found, ["ruler/niah_single_1"], SuiteOptions(lengths=[1000], limit=2))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ruler/")]
+    assert lines == [
+        "ruler/niah_single_1@1000: texts: 1 of 2", "ruler/niah_single_1@1000: texts: 2 of 2",
+        "ruler/niah_single_1@1000: answers: 1 of 2", "ruler/niah_single_1@1000: answers: 2 of 2",
+    ]  # fmt: skip
 
 
 def test_the_mean_is_of_the_quoted_metrics_alone() -> None:

@@ -15,6 +15,24 @@ EVERY_SECONDS = 30
 """Seconds between two lines of progress."""
 
 
+class Progress:
+    """Says on stderr from time to time how much is done.
+
+    Args:
+        label: Names what is counted.
+        total: The number when all is done.
+    """
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self._said = label, total, time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        """Says the number, if the last line is `EVERY_SECONDS` old."""
+        if time.monotonic() - self._said > EVERY_SECONDS:
+            self._said = time.monotonic()
+            print(f"{self.label}: {done:,} of {self.total:,}", file=sys.stderr)
+
+
 def continuations(
     folder: ModelFolder,
     prompts: Sequence[str],
@@ -40,16 +58,14 @@ def continuations(
     order = sorted(range(len(prompts)), key=lambda i: -len(encoded[i]))
     most = batch_size or (8 if folder.device.type == "cuda" else 1)
     written = [""] * len(prompts)
-    done, said = 0, time.monotonic()
+    done, progress = 0, Progress(f"{label}: answers", len(order))
     while done < len(order):
         longest = len(encoded[order[done]])
         batch = order[done : done + max(1, min(most, TOKENS_AT_ONCE // longest))]
         for i, text in zip(batch, _continued(folder, [encoded[i] for i in batch], tokens, stop), strict=True):
             written[i] = text
         done += len(batch)
-        if time.monotonic() - said > EVERY_SECONDS:
-            print(f"{label}: {done:,} of {len(order):,} answers", file=sys.stderr)
-            said = time.monotonic()
+        progress(done)
     return written
 
 

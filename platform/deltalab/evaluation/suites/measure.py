@@ -13,7 +13,7 @@ from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.results import Result
 from deltalab.evaluation.suites import recall, ruler
 from deltalab.evaluation.suites.datasets import rows
-from deltalab.evaluation.suites.greedy import continuations
+from deltalab.evaluation.suites.greedy import Progress, continuations
 from deltalab.evaluation.suites.suite import Suite, SuiteTask, chosen, lengths_of
 
 SCORES = {"match": ruler.match, "match_any": ruler.match_any}
@@ -146,7 +146,7 @@ def _recall(
             label = f"{suite.name}/{task.name}"
             written = continuations(
                 folder, [prompt.text for prompt in asked], recall.TOKENS,
-                label=label, stop="\n", batch_size=options.harness.batch_size,
+                label=f"{label}@{length}", stop="\n", batch_size=options.harness.batch_size,
             )  # fmt: skip
             scores = [recall.contains(prompt, text) for prompt, text in zip(asked, written, strict=True)]
             results.append(_result(folder, label, f"{task.metric}@{length}", [p.text for p in asked], scores))
@@ -168,13 +168,17 @@ def _ruler(
             except InputError as error:
                 left_out[label] = str(error)
                 break
-            asked = list(ruler.questions(task.name, texts, length, count, sources.tokens))
+            asked: list[ruler.Question] = []
+            progress = Progress(f"{label}@{length}: texts", count)
+            for question in ruler.questions(task.name, texts, length, count, sources.tokens):
+                asked.append(question)
+                progress(len(asked))
             if not asked:
                 left_out[f"{label}@{length}"] = f"its shortest text does not fit into {length} tokens"
                 continue
             written = continuations(
                 folder, [question.prompt for question in asked], texts.answer_tokens,
-                label=label, batch_size=options.harness.batch_size,
+                label=f"{label}@{length}", batch_size=options.harness.batch_size,
             )  # fmt: skip
             score = SCORES[str(task.metric)]
             scores = [score(question, text) for question, text in zip(asked, written, strict=True)]
