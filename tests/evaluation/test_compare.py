@@ -170,6 +170,7 @@ def test_only_equal_items_are_paired() -> None:
     )
     [one] = found.comparisons
     assert (one.difference, one.items, one.family) == (pytest.approx(0.5), 30, 1)
+    assert one.high - one.low < 1e-6, "every common item differs by 0.5, so nothing varies where equal items are paired"
     assert found.partly == [
         "task a: y and the first model have 30 items in common of 40, and their difference is that of these"
     ]

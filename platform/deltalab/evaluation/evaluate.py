@@ -73,7 +73,7 @@ def evaluate(
         elif task == "proxy":
             about[task] = _trial_of(folder)
     if others:
-        most = {"limit": limit, "few_shot": options.few_shot, "max_length": options.max_length}
+        most: dict[str, Any] = {"limit": limit, "few_shot": options.few_shot, "max_length": options.max_length}
         most |= {} if options.files is None else {"files": str(options.files.resolve())}
         about |= {task: most | depends_on(folders, length) for task in others}
     for task, facts in about.items():
