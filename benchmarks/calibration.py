@@ -8,7 +8,7 @@ choose, candidates that failed and families of tasks, in `calibration_margins` v
 `calibration_looks` differences that were decided early, in `calibration_tasks` means over tasks, in
 `calibration_trends` the predictions of ladders and Kendall's tau between tasks, and in `calibration_unbalanced` more
 seeds of the base. The figures of the test come from p
-alone, computed for many studies at a time. Some of the studies also go through `deltalab.study.statistics.joint_test`,
+alone, computed for many studies at a time. Some of the studies also go through `deltalab.statistics.joint_test`,
 which must find the same verdicts, and intervals that agree with the verdicts. The script takes four hours on one core.
 """
 
@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 import deltalab
-from deltalab.study.statistics import joint_test
-from deltalab.study.statistics.joint_test import ALPHA, Look, flips, one_look
-from deltalab.study.statistics.looks import spread_looks
+from deltalab.statistics import joint_test
+from deltalab.statistics.joint_test import ALPHA, Look, flips, one_look
+from deltalab.statistics.looks import spread_looks
 
 ARMS = 7
 """Arms beside the base."""
@@ -67,7 +67,7 @@ CONSTANTS: dict[str, Constant] = {
     "infinite: the plain mean": lambda rms, sd: 1e9 * rms.max(axis=1, keepdims=True),
 }
 USED = "median rms / sqrt(2)"
-"""The constant of `deltalab.study.statistics.joint_test`."""
+"""The constant of `deltalab.statistics.joint_test`."""
 
 
 def follow(
@@ -511,7 +511,7 @@ def main() -> None:
     checked = {key: value for key, value in vars(bench.checked).items() if key != "per"}
     print(checked, f"{time.perf_counter() - start:.0f} s")
     if bench.checked.differ:
-        raise SystemExit("the fast path and deltalab.study.statistics.joint_test differ")
+        raise SystemExit("the fast path and deltalab.statistics.joint_test differ")
     if options.out:
         report = {
             "repeats": options.repeats,

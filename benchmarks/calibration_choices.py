@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import ALPHA, Outcome, follow, one_look
-from deltalab.study.statistics.pairs import Pairs
-from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.joint_test import ALPHA, Outcome, follow, one_look
+from deltalab.statistics.pairs import Pairs
+from deltalab.statistics.seed_choice import Run, Scores, outcomes
 
 Array = NDArray[np.float64]
 ARMS, SEEDS, EFFECT = 7, 7, 2.0

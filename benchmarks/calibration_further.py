@@ -8,8 +8,8 @@ from typing import Any
 
 from calibration_choices import Bench, told
 
-from deltalab.study.statistics.joint_test import follow, one_look
-from deltalab.study.statistics.looks import further_look, left_error, seeds_to_decide
+from deltalab.statistics.joint_test import follow, one_look
+from deltalab.statistics.looks import further_look, left_error, seeds_to_decide
 
 MOST_SEEDS = 30
 """Who is told to take more seeds takes so many."""

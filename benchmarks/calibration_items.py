@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics import paired_items
-from deltalab.study.statistics.paired_items import ItemPairs, compare_items
+from deltalab.statistics import paired_items
+from deltalab.statistics.paired_items import ItemPairs, compare_items
 
 REPEATS = 2000
 ITEMS = (16, 64, 200, 1000)

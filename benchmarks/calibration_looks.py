@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.joint_test import Outcome, follow
-from deltalab.study.statistics.looks import spread_looks
+from deltalab.statistics.joint_test import Outcome, follow
+from deltalab.statistics.looks import spread_looks
 
 Array = NDArray[np.float64]
 LOOKS = (6, 15)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from calibration_choices import SPLIT_NOISE, Bench
 
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import Look, follow, one_look
-from deltalab.study.statistics.looks import spread_looks
-from deltalab.study.statistics.pairs import Pairs
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.joint_test import Look, follow, one_look
+from deltalab.statistics.looks import spread_looks
+from deltalab.statistics.pairs import Pairs
 
 MARGIN = 1.0
 """In standard deviations of a seed's score."""

@@ -1,6 +1,6 @@
 """The parts of benchmarks/calibration.py on the means over tasks: their error, coverage and power.
 
-Every study goes through `deltalab.study.statistics.over_tasks`. Scores are normalized: chance is 0, perfect is 1.
+Every study goes through `deltalab.statistics.over_tasks`. Scores are normalized: chance is 0, perfect is 1.
 """
 
 import itertools
@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from deltalab.study.statistics.interquartile import interquartile_parts
-from deltalab.study.statistics.intervals import mean_interval
-from deltalab.study.statistics.joint_test import ALPHA, Difference, one_look
-from deltalab.study.statistics.over_tasks import OverTasks
-from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
+from deltalab.statistics.interquartile import interquartile_parts
+from deltalab.statistics.intervals import mean_interval
+from deltalab.statistics.joint_test import ALPHA, Difference, one_look
+from deltalab.statistics.over_tasks import OverTasks
+from deltalab.statistics.seed_choice import Run, Scores, outcomes
 
 Array = NDArray[np.float64]
 ARMS = 7

@@ -11,9 +11,9 @@ import numpy as np
 from calibration_choices import SPLIT_NOISE, Bench, told
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import ALPHA, follow, one_look
-from deltalab.study.statistics.unbalanced import Groups, compare_groups, weights
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.joint_test import ALPHA, follow, one_look
+from deltalab.statistics.unbalanced import Groups, compare_groups, weights
 
 ARMS, SEEDS, OF_BASE = 7, 6, 16
 IN_PAIRS = 7

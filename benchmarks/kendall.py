@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.intervals import DRAWS, LEVEL, student_draws
+from deltalab.statistics.intervals import DRAWS, LEVEL, student_draws
 
 Array = NDArray[np.float64]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from deltalab.statistics.pareto import hypervolume
 from deltalab.study.specs.budget import Searching
-from deltalab.study.statistics.pareto import hypervolume
 
 Layout = dict[str, Any]
 Point = tuple[float, float, float]

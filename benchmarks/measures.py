@@ -35,13 +35,13 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 import deltalab
+from deltalab.statistics.joint_test import compare
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.forecast.power import SHIPPED, paired_sd, seed_correlation
 from deltalab.study.planning.make import plan_study
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.recorded_study import RecordedTask
-from deltalab.study.statistics.joint_test import compare
 from deltalab.training.device import hardware, keep_freed_memory
 from deltalab.training.train import RunResult, train_together
 

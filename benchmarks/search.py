@@ -37,12 +37,12 @@ from typing import Any
 import torch
 from landscapes import LANDSCAPES, LR, Landscape, Layout, Point
 
+from deltalab.statistics.pareto import front
 from deltalab.store import RunRecord
 from deltalab.study.planning.tuning_candidates import RANDOM_FROM
 from deltalab.study.running import run
 from deltalab.study.searching.phase import WINDOW, begin_draws, controls_by, finalists
 from deltalab.study.specs.budget import Searching
-from deltalab.study.statistics.pareto import front
 from deltalab.study.workers import train_stack
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.worker import Worker

@@ -16,9 +16,9 @@ from tests.support.folders import ROOT
 from deltalab import registry
 from deltalab.cli.app import main
 from deltalab.models.published import presets
+from deltalab.statistics.joint_test import seeds_needed
 from deltalab.study.planning.make import make_plan
 from deltalab.study.specs.study_file import load_study
-from deltalab.study.statistics.joint_test import seeds_needed
 from deltalab.tasks import BUILTIN
 
 DOCS = ROOT / "docs"

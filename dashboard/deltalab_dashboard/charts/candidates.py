@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import altair as alt
 import pandas as pd
 
+from deltalab.statistics.pareto import front
 from deltalab.study.searching.candidate_names import titles
 from deltalab.study.specs.search_space import Search
-from deltalab.study.statistics.pareto import front
 from deltalab_dashboard.charts.axes import Axis, axis
 from deltalab_dashboard.colors import ACCENT, BASE, OTHERS, PALETTE, UNDECIDED
 from deltalab_dashboard.text import setting

@@ -12,11 +12,11 @@ from statistics import fmean
 import numpy as np
 import pandas as pd
 
+from deltalab.statistics.intervals import t_quantile
 from deltalab.store import Arm, CurvePoint, Store, Study, TrialRow
 from deltalab.store.models import RunState, Stage
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.rows import SPLIT
-from deltalab.study.statistics.intervals import t_quantile
 
 AXES = {
     "step": "step",

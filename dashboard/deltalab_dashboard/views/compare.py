@@ -8,6 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.errors import InputError
+from deltalab.statistics.intervals import mean_interval
 from deltalab.store import Store, Study
 from deltalab.store.studies import shelf
 from deltalab.store.studies.shelf import ListedStudy
@@ -17,7 +18,6 @@ from deltalab.study.reports.columns import cells, columns, headers
 from deltalab.study.reports.report import Report
 from deltalab.study.reports.study_diff import SettingDiff, Side, StudyDiff, arm_diff, side_of_study, study_diff
 from deltalab.study.specs.setting_text import setting_text
-from deltalab.study.statistics.intervals import mean_interval
 from deltalab_dashboard import cache, colors, downloads
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.text import badge, label, plain

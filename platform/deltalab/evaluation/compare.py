@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from deltalab.evaluation.items import Items
 from deltalab.evaluation.results import Result
-from deltalab.study.statistics.paired_items import LEAST, ItemPairs, compare_items
+from deltalab.statistics.paired_items import LEAST, ItemPairs, compare_items
 
 NO_ITEMS = "no mean over items, nor a function of sums over them"
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deltalab import __version__
 from deltalab.errors import InputError
 from deltalab.evaluation.results import fingerprint
 from deltalab.export.folders import from_folder
@@ -191,7 +191,7 @@ class ModelFolder:
             return None
         about = "" if isinstance(self.path, str) else fingerprint(_descriptions(self.path))
         numbers = "bfloat16" if self.device.type == "cuda" else "float32"
-        return {"weights": self.weights, "described": about, "numbers": numbers, "deltalab": __version__}
+        return {"weights": self.weights, "described": about, "numbers": numbers, "deltalab": version("deltalab")}
 
 
 def _descriptions(folder: Path) -> list[Path]:

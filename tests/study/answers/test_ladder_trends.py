@@ -14,13 +14,13 @@ from rich.console import Console
 from scipy import stats
 
 from deltalab.errors import InputError
+from deltalab.statistics import intervals
+from deltalab.statistics.joint_test import UNKNOWN, Difference, follow, one_look
+from deltalab.statistics.pairs import Pairs
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.answers.ladder_trends import ArmLadder, Fit, fit, predict, slopes, verdict
 from deltalab.study.reports.report import Report, report
 from deltalab.study.specs.ladder_sizes import Ladder
-from deltalab.study.statistics import intervals
-from deltalab.study.statistics.joint_test import UNKNOWN, Difference, follow, one_look
-from deltalab.study.statistics.pairs import Pairs
 
 Array = NDArray[np.float64]
 WIDTHS = (16, 32, 64, 128)

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from deltalab.statistics.pareto import hypervolume
 from deltalab.study.answers.random_control import compare_with_random, worst_of
-from deltalab.study.statistics.pareto import hypervolume
 
 NO_CHANCE = [math.inf] * 3
 Points = list[list[float]]

@@ -13,11 +13,11 @@ from tests.support.folders import ROOT
 
 from deltalab.cli.app import main
 from deltalab.errors import InputError
+from deltalab.statistics.joint_test import ALPHA, Look, compare, flips, follow, one_look
+from deltalab.statistics.looks import spread_looks
+from deltalab.statistics.seed_choice import Run, Scores
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.forecast import calibration
-from deltalab.study.statistics.joint_test import ALPHA, Look, compare, flips, follow, one_look
-from deltalab.study.statistics.looks import spread_looks
-from deltalab.study.statistics.seed_choice import Run, Scores
 
 STUDY = """
 name: tiny

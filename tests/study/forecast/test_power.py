@@ -15,6 +15,9 @@ from tests.support.folders import ROOT
 from tests.support.schedules import STUDY
 
 from deltalab import get_task
+from deltalab.statistics.joint_test import compare, follow, one_look
+from deltalab.statistics.looks import spread_looks
+from deltalab.statistics.unbalanced import Groups, compare_groups
 from deltalab.store import RunRecord, Store
 from deltalab.study.forecast.designs import Design, advice
 from deltalab.study.forecast.estimate import Estimate, estimate
@@ -33,9 +36,6 @@ from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
-from deltalab.study.statistics.joint_test import compare, follow, one_look
-from deltalab.study.statistics.looks import spread_looks
-from deltalab.study.statistics.unbalanced import Groups, compare_groups
 from deltalab.study.workers.train_stack import failed
 
 SEVEN = {f"lr_{i}": {"train": {"lr": i / 1000}} for i in range(1, 8)}

@@ -15,12 +15,12 @@ from tests.support.search_ledger import record_search
 
 import deltalab
 from deltalab.errors import InputError
+from deltalab.statistics.joint_test import one_look
+from deltalab.statistics.looks import spread_looks
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.answers.rows import Row
 from deltalab.study.reports.report import Report, report
 from deltalab.study.reports.sentence import sentence
-from deltalab.study.statistics.joint_test import one_look
-from deltalab.study.statistics.looks import spread_looks
 
 MQAR = {"metric": "accuracy", "maximize": True, "chance": 1 / 64, "version": 1, "bounds": [0, 1]}
 SPLITS = ("validation", "test")

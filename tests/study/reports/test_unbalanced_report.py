@@ -10,10 +10,10 @@ from tests.support.schedules import STUDY
 from tests.support.studies import ledger, planned, write
 
 from deltalab.cli.app import main
+from deltalab.statistics.unbalanced import Groups, compare_groups
 from deltalab.store import Store
 from deltalab.study.reports.report import Report, report
 from deltalab.study.running.run import run_study_file
-from deltalab.study.statistics.unbalanced import Groups, compare_groups
 
 SEEDS = {"arms": 6, "base": 9}
 

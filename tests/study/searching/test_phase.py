@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from deltalab import InputError
+from deltalab.statistics.pareto import front
 from deltalab.store import RunRecord, Store, TrialRecord
 from deltalab.store.studies import shelf
 from deltalab.study.planning.make import make_plan
@@ -21,7 +22,6 @@ from deltalab.study.searching.halving import Halving, going_on
 from deltalab.study.searching.phase import finalists
 from deltalab.study.searching.results import CandidateResult, candidate_results, halvings
 from deltalab.study.specs.study_file import load_study
-from deltalab.study.statistics.pareto import front
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import _record, failed
 from deltalab.study.workers.worker import Worker

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.published import preset_text
+from deltalab.statistics.joint_test import Outcome
+from deltalab.statistics.seed_choice import Scores, outcomes
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow, trainings
@@ -15,8 +17,6 @@ from deltalab.study.answers.remarks import answer_notes, infeasible_notes, other
 from deltalab.study.answers.rows import TaskTable
 from deltalab.study.answers.tables import comparison_table, headline_table, tuning_table
 from deltalab.study.planning.tuning_candidates import recorded_trial_name
-from deltalab.study.statistics.joint_test import Outcome
-from deltalab.study.statistics.seed_choice import Scores, outcomes
 
 if TYPE_CHECKING:
     from deltalab.study.answers.search_results import Discovery

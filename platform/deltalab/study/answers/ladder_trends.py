@@ -23,14 +23,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deltalab.errors import InputError
+from deltalab.statistics.intervals import LEVEL, Interval, student_draws
+from deltalab.statistics.joint_test import Difference, Outcome, compare
+from deltalab.statistics.pairs import Contrast, Pairs
+from deltalab.statistics.seed_choice import Scores
 from deltalab.store import Arm
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.specs.ladder_sizes import PARAMETERS, learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedTask
-from deltalab.study.statistics.intervals import LEVEL, Interval, student_draws
-from deltalab.study.statistics.joint_test import Difference, Outcome, compare
-from deltalab.study.statistics.pairs import Contrast, Pairs
-from deltalab.study.statistics.seed_choice import Scores
 
 Array = NDArray[np.float64]
 Verdict = Literal["holds", "shrinks", "reverses", "not decidable"]

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.intervals import Interval
+from deltalab.statistics.intervals import Interval
 
 RESAMPLES = 400
 QUANTILES = (0.025, 0.975)

@@ -6,10 +6,10 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from deltalab.statistics.seed_choice import Run, Scores
 from deltalab.store import Arm, FinalMetric, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_measures, recorded_tasks
-from deltalab.study.statistics.seed_choice import Run, Scores
 
 BACKWARD = 3
 """The operations of a training step, divided by the operations of its forward pass."""

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from deltalab.models.dead_parameters import dead_parameters_text
+from deltalab.statistics.joint_test import ALPHA, Outcome, smallest_p
+from deltalab.statistics.looks import left_error
+from deltalab.statistics.seed_choice import Scores
 from deltalab.store import TrialRow
 from deltalab.store.models import Stage
 from deltalab.study.answers.recorded_scores import RecordedScores
@@ -14,9 +17,6 @@ from deltalab.study.answers.sensitivity import range_end_notes, sweep
 from deltalab.study.answers.wording import format_interval, format_p
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.specs.setting_text import settings_text
-from deltalab.study.statistics.joint_test import ALPHA, Outcome, smallest_p
-from deltalab.study.statistics.looks import left_error
-from deltalab.study.statistics.seed_choice import Scores
 
 TIMED_WITH = {
     "device": "device",

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltalab.statistics.intervals import Interval, Share
+from deltalab.statistics.joint_test import Difference
 from deltalab.store.models import Stage
-from deltalab.study.statistics.intervals import Interval, Share
-from deltalab.study.statistics.joint_test import Difference
 
 VERDICTS = ("better", "equal or better", "equal", "equal or worse", "worse", "undecided")
 """What the test can say of an arm that was compared with enough seeds."""

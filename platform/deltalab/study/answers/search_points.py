@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltalab.errors import InputError
+from deltalab.statistics.pareto import front
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.study.answers.recorded_scores import RecordedScores, current
 from deltalab.study.planning.tuning_candidates import trial_name
@@ -15,7 +16,6 @@ from deltalab.study.searching.results import CandidateResult, at_chance, objecti
 from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.method_settings import setting
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_tasks
-from deltalab.study.statistics.pareto import front
 
 
 @dataclass(frozen=True)

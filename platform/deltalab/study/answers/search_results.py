@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from deltalab.errors import InputError
+from deltalab.statistics.pareto import front
 from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.studies.importances import keep_shares, kept_shares
 from deltalab.study.answers.importance import FEWEST, METHOD, Importance, importance
@@ -21,7 +22,6 @@ from deltalab.study.searching.results import CandidateResult, candidate_results,
 from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 from deltalab.study.specs.search_space import example_with
-from deltalab.study.statistics.pareto import front
 
 
 @dataclass(frozen=True)

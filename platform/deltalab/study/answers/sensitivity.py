@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deltalab.statistics.seed_choice import Runs, Scores
 from deltalab.store import Store, Study, TrialRow
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.planning.tuning_candidates import edge
 from deltalab.study.searching.results import is_own
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
-from deltalab.study.statistics.seed_choice import Runs, Scores
 
 
 @dataclass(frozen=True)

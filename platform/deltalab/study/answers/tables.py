@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from deltalab.statistics.interquartile import interquartile_parts
+from deltalab.statistics.intervals import Interval, mean_interval, share_learned, within
+from deltalab.statistics.joint_test import ALPHA, UNKNOWN, Difference, Outcome, compare, seeds_needed, smallest_p
+from deltalab.statistics.looks import left_error, seeds_to_decide
+from deltalab.statistics.over_tasks import OverTasks
+from deltalab.statistics.pairs import Contrast
+from deltalab.statistics.pareto import front
+from deltalab.statistics.seed_choice import Scores
 from deltalab.store import Arm, TrialRow
 from deltalab.study.answers.recorded_scores import RECORDED_COSTS, RecordedScores
 from deltalab.study.answers.remarks import headline_notes, table_notes, table_warnings, too_few_seeds
 from deltalab.study.answers.rows import OVER_TASKS, SPLIT, Interaction, Row, SeedScore, TaskTable
 from deltalab.study.specs.recorded_study import RecordedTask
-from deltalab.study.statistics.interquartile import interquartile_parts
-from deltalab.study.statistics.intervals import Interval, mean_interval, share_learned, within
-from deltalab.study.statistics.joint_test import ALPHA, UNKNOWN, Difference, Outcome, compare, seeds_needed, smallest_p
-from deltalab.study.statistics.looks import left_error, seeds_to_decide
-from deltalab.study.statistics.over_tasks import OverTasks
-from deltalab.study.statistics.pairs import Contrast
-from deltalab.study.statistics.pareto import front
-from deltalab.study.statistics.seed_choice import Scores
 
 
 def comparison_table(

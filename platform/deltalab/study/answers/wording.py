@@ -2,9 +2,9 @@
 
 import math
 
+from deltalab.statistics.intervals import Interval
+from deltalab.statistics.joint_test import Difference
 from deltalab.study.answers.rows import Row
-from deltalab.study.statistics.intervals import Interval
-from deltalab.study.statistics.joint_test import Difference
 
 
 def format_interval(interval: Interval | Difference, sign: str = "") -> str:

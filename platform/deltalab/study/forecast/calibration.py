@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.progress import track
 
 from deltalab.errors import InputError
+from deltalab.statistics.intervals import share_interval
+from deltalab.statistics.joint_test import ALPHA, Look, smallest_p
+from deltalab.statistics.seed_choice import Run, Scores, outcomes
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import RunSettings, run_study
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
-from deltalab.study.statistics.intervals import share_interval
-from deltalab.study.statistics.joint_test import ALPHA, Look, smallest_p
-from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
 
 Array = NDArray[np.float64]
 

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deltalab.statistics.joint_test import one_look, seeds_needed
 from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups
 from deltalab.study.planning.plan import Plan
-from deltalab.study.statistics.joint_test import one_look, seeds_needed
 
 CLEARLY = 1.1
 """How many times as large the effect of a study must be for the other design to be named. It is known to about 10%."""

@@ -22,6 +22,8 @@ from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters, dead_
 from deltalab.models.published import preset_text
 from deltalab.own_module import OwnModule
 from deltalab.reading import pairs
+from deltalab.statistics.joint_test import ALPHA, seeds_needed, smallest_p
+from deltalab.statistics.unbalanced import RELABELLINGS
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.designs import advice
 from deltalab.study.forecast.engine_costs import engine_notes
@@ -31,8 +33,6 @@ from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.ladder_sizes import learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.specs.setting_paths import training_part
-from deltalab.study.statistics.joint_test import ALPHA, seeds_needed, smallest_p
-from deltalab.study.statistics.unbalanced import RELABELLINGS
 
 TIMING_SECONDS = 0.5
 """About how many seconds the arms of a study on CPUs are timed in all. Other arms are scaled by their operations."""

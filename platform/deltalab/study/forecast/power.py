@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from deltalab.reading import pairs
+from deltalab.statistics.joint_test import ALPHA, Look, rejects, seeds_needed, smallest_p
+from deltalab.statistics.unbalanced import Groups, compare_one
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.specs.recorded_study import recorded_tasks
-from deltalab.study.statistics.joint_test import ALPHA, Look, rejects, seeds_needed, smallest_p
-from deltalab.study.statistics.unbalanced import Groups, compare_one
 from deltalab.tasks import Task
 
 POWER = 0.8
@@ -103,7 +103,7 @@ def detectable(looks: tuple[Look, ...], arms: int) -> float:
         The effect; infinite if the seeds are too few to find any effect.
 
     Examples:
-        >>> from deltalab.study.statistics.joint_test import one_look
+        >>> from deltalab.statistics.joint_test import one_look
         >>> round(detectable(one_look(9), 1), 1) < round(detectable(one_look(6), 7), 1)
         True
     """

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from deltalab.errors import InputError
+from deltalab.statistics.looks import left_error, looks_of, seeds_of_base, trained_in_parts
 from deltalab.store import Store
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.study_file import StudySpec
-from deltalab.study.statistics.looks import left_error, looks_of, seeds_of_base, trained_in_parts
 
 TESTED = ("done", "failed")
 """The states of a study whose arms were tested."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from deltalab.errors import InputError
 from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
 from deltalab.registry import rule_plugin, task_plugin
+from deltalab.statistics.joint_test import ALPHA
 from deltalab.study.planning.matching import Bounded, Matcher
 from deltalab.study.planning.tuning_candidates import spread_candidates
 from deltalab.study.specs.budget import Objective, Searching, Tune
@@ -18,7 +19,6 @@ from deltalab.study.specs.method_settings import resolve, setting, with_values
 from deltalab.study.specs.search_space import LAYERS, Search, count_combinations
 from deltalab.study.specs.setting_paths import model_part, of_training, training_part
 from deltalab.study.specs.study_file import StudySpec
-from deltalab.study.statistics.joint_test import ALPHA
 from deltalab.study.workers.jobs import Job
 from deltalab.tasks import BUILTIN, Task
 from deltalab.training.spec import TrainSpec

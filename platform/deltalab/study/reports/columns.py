@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deltalab.statistics.intervals import Interval, Share
+from deltalab.statistics.joint_test import Difference
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.answers.wording import format_interval, format_p, verdict_text
 from deltalab.study.specs.setting_text import settings_text
-from deltalab.study.statistics.intervals import Interval, Share
-from deltalab.study.statistics.joint_test import Difference
 
 Group = Literal["name", "answer", "cost", "tuned", "files"]
 """The part of a table that a column belongs to. "name" is shown with every part; "files" only in files for programs."""

@@ -10,6 +10,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from deltalab.errors import unknown
+from deltalab.statistics.intervals import Interval
+from deltalab.statistics.joint_test import UNKNOWN, Difference
 from deltalab.store.trainings import ComparisonRow, TrainingRow
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
@@ -37,8 +39,6 @@ from deltalab.study.reports.lines import (
     title,
     training_cells,
 )
-from deltalab.study.statistics.intervals import Interval
-from deltalab.study.statistics.joint_test import UNKNOWN, Difference
 
 if TYPE_CHECKING:
     import pandas as pd

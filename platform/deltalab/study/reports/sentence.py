@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from deltalab.statistics.joint_test import ALPHA, Difference, seeds_needed, smallest_p
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.ladder_trends import TaskLadder
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.answers.wording import format_p, verdict_text
-from deltalab.study.statistics.joint_test import ALPHA, Difference, seeds_needed, smallest_p
 
 DECIDED = ("better", "worse", "equal")
 """The verdicts that leave nothing open."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from deltalab.statistics.seed_choice import Run, Scores, outcomes
 from deltalab.store import Store, TrialSummary
 from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.planning.tuning_candidates import beyond, edge
 from deltalab.study.searching.phase import SearchPhase
 from deltalab.study.searching.results import mean_score
-from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 

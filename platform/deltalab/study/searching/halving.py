@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deltalab.study.statistics.intervals import LEVEL, share_learned
-from deltalab.study.statistics.pareto import beyond_worst, ranked
+from deltalab.statistics.intervals import LEVEL, share_learned
+from deltalab.statistics.pareto import beyond_worst, ranked
 
 BY_LOT = 0.25
 """The share of the places at the next rung that goes to candidates drawn by lot."""

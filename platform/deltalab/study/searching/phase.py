@@ -19,6 +19,7 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.models.spec import ModelSpec
+from deltalab.statistics.pareto import beyond_worst, greedy_choice, ranked
 from deltalab.store import Store, TrialSummary
 from deltalab.study.planning import warm_starts
 from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
@@ -36,7 +37,6 @@ from deltalab.study.searching.results import (
 )
 from deltalab.study.searching.sampler import START, OptunaStudy
 from deltalab.study.specs.budget import COSTS, Objective, Searching
-from deltalab.study.statistics.pareto import beyond_worst, greedy_choice, ranked
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 

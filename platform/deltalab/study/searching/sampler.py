@@ -19,9 +19,9 @@ from optuna.samplers import BaseSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
+from deltalab.statistics.pareto import front
 from deltalab.study.specs.budget import Sampler, Searching
 from deltalab.study.specs.search_space import Search
-from deltalab.study.statistics.pareto import front
 
 START = 10
 """Candidates that TPE and GP draw at random before they look at results. The control's candidates count among them."""

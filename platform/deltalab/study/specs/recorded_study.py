@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from deltalab.statistics.joint_test import Look
+from deltalab.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 from deltalab.store import Study
 from deltalab.study.specs.budget import UNNAMED_SAMPLER, Searching
 from deltalab.study.specs.ladder_sizes import Ladder, task_of
 from deltalab.study.specs.search_space import Search
 from deltalab.study.specs.setting_paths import training_part
-from deltalab.study.statistics.joint_test import Look
-from deltalab.study.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 
 _NOT_SETTINGS = ("trials", "extend", "seeds")
 """Keys of `tune` that name no setting."""

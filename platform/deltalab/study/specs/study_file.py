@@ -15,13 +15,13 @@ from deltalab.models.hybrids import PRESET, find_hybrid
 from deltalab.models.spec import MIXER
 from deltalab.own_module import as_rule
 from deltalab.reading import read_text, read_yaml
+from deltalab.statistics.joint_test import Look, seeds_needed
+from deltalab.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 from deltalab.study.specs.budget import Bound, Constrain, Match, Searching, Tune
 from deltalab.study.specs.engine import Engine
 from deltalab.study.specs.ladder_sizes import Ladder, refuse_both
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
 from deltalab.study.specs.search_space import MOST_TRIALS, STRICT, Number, Search, Whole
-from deltalab.study.statistics.joint_test import Look, seeds_needed
-from deltalab.study.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 
 
 class _Strict(BaseModel):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from deltalab.study.statistics.interquartile import interquartile_parts
+from deltalab.statistics.interquartile import interquartile_parts
 
 
 def parts(scores: list[list[float]]) -> list[float]:

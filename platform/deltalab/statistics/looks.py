@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from deltalab.study.statistics.joint_test import ALPHA, Look, flips, one_look, seeds_needed
+from deltalab.statistics.joint_test import ALPHA, Look, flips, one_look, seeds_needed
 
 FURTHER = ALPHA / 20
 """What the first further look adds to the error of a study. Each next look adds half as much as the one before."""

@@ -7,8 +7,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from deltalab.study.statistics.cross_fitting import Array, Sample
-from deltalab.study.statistics.interquartile import interquartile_parts
+from deltalab.statistics.cross_fitting import Array, Sample
+from deltalab.statistics.interquartile import interquartile_parts
 
 _DUST = 1e-12
 """A difference smaller than this share of its terms counts as a rounding error."""

@@ -41,8 +41,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deltalab.study.statistics.cross_fitting import Array, Sample
-from deltalab.study.statistics.joint_test import ALPHA, Difference
+from deltalab.statistics.cross_fitting import Array, Sample
+from deltalab.statistics.joint_test import ALPHA, Difference
 
 RELABELLINGS = 2**12
 """How many relabellings p_1 counts, the observed one among them. The rest are drawn once, so that p can be repeated."""

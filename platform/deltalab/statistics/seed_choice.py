@@ -18,10 +18,10 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import UNKNOWN, Look, Outcome, follow
-from deltalab.study.statistics.pairs import Pairs
-from deltalab.study.statistics.unbalanced import Groups, compare_groups
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.joint_test import UNKNOWN, Look, Outcome, follow
+from deltalab.statistics.pairs import Pairs
+from deltalab.statistics.unbalanced import Groups, compare_groups
 
 SUBSETS = 64
 """How many subsets of candidates the expected result of a smaller budget is the mean of, at most."""

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.intervals import within
-from deltalab.study.statistics.joint_test import ALPHA, Difference
+from deltalab.statistics.intervals import within
+from deltalab.statistics.joint_test import ALPHA, Difference
 
 DRAWS = 20_000
 """The draws of T. Their 95% quantile has the level 0.95 to within 0.0016."""

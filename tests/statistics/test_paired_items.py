@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from deltalab.study.statistics import paired_items
-from deltalab.study.statistics.joint_test import Difference
-from deltalab.study.statistics.paired_items import ItemPairs, compare_items
+from deltalab.statistics import paired_items
+from deltalab.statistics.joint_test import Difference
+from deltalab.statistics.paired_items import ItemPairs, compare_items
 
 ITEMS, TASKS, MODELS = 100, 4, 2
 Simulated = tuple[list[ItemPairs], list[float]]

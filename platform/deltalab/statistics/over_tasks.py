@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.joint_test import Difference, follow, one_look
-from deltalab.study.statistics.pairs import Contrast, InterquartileContrast
-from deltalab.study.statistics.seed_choice import Scores
+from deltalab.statistics.joint_test import Difference, follow, one_look
+from deltalab.statistics.pairs import Contrast, InterquartileContrast
+from deltalab.statistics.seed_choice import Scores
 
 
 @dataclass(frozen=True)

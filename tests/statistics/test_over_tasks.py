@@ -8,11 +8,11 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import ALPHA
-from deltalab.study.statistics.over_tasks import OverTasks
-from deltalab.study.statistics.pairs import InterquartileContrast, Pairs
-from deltalab.study.statistics.seed_choice import Run, Scores
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.joint_test import ALPHA
+from deltalab.statistics.over_tasks import OverTasks
+from deltalab.statistics.pairs import InterquartileContrast, Pairs
+from deltalab.statistics.seed_choice import Run, Scores
 
 Array = NDArray[np.float64]
 NAMES = ("base", "a", "b", "c")

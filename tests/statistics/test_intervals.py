@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltalab.study.statistics.intervals import mean_interval, share_learned, student_draws, within
+from deltalab.statistics.intervals import mean_interval, share_learned, student_draws, within
 
 
 def test_mean_interval_by_hand() -> None:

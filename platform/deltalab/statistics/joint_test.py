@@ -37,8 +37,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deltalab.study.statistics.early_decision import Boundaries, futility, reach, unbiased
-from deltalab.study.statistics.pairs import Paired, Pairs
+from deltalab.statistics.early_decision import Boundaries, futility, reach, unbiased
+from deltalab.statistics.pairs import Paired, Pairs
 
 ALPHA = 0.05
 """The probability that a family without a difference finds one."""

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltalab.study.statistics import cross_fitting
-from deltalab.study.statistics.joint_test import compare, one_look
-from deltalab.study.statistics.seed_choice import Run, Scores, outcomes
-from deltalab.study.statistics.unbalanced import Groups, compare_groups
+from deltalab.statistics import cross_fitting
+from deltalab.statistics.joint_test import compare, one_look
+from deltalab.statistics.seed_choice import Run, Scores, outcomes
+from deltalab.statistics.unbalanced import Groups, compare_groups
 
 GONE = Run(math.nan, math.nan)
 Table = dict[str, dict[int, dict[int, Run]]]

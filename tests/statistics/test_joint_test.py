@@ -10,8 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltalab.study.statistics import joint_test
-from deltalab.study.statistics.joint_test import (
+from deltalab.statistics import joint_test
+from deltalab.statistics.joint_test import (
     ALPHA,
     Difference,
     Look,
@@ -23,7 +23,7 @@ from deltalab.study.statistics.joint_test import (
     seeds_needed,
     smallest_p,
 )
-from deltalab.study.statistics.looks import looks_of, spread_looks
+from deltalab.statistics.looks import looks_of, spread_looks
 
 Numbers = Sequence[float]
 

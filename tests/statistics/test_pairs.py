@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import ALPHA, compare, follow, one_look
-from deltalab.study.statistics.pairs import Contrast, Pairs
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.joint_test import ALPHA, compare, follow, one_look
+from deltalab.statistics.pairs import Contrast, Pairs
 
 Array = NDArray[np.float64]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.joint_test import ALPHA, Difference
-from deltalab.study.statistics.unbalanced import RELABELLINGS, Groups, compare_groups, relabellings
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.joint_test import ALPHA, Difference
+from deltalab.statistics.unbalanced import RELABELLINGS, Groups, compare_groups, relabellings
 
 Array = NDArray[np.float64]
 Drawn = tuple[Array, Array]

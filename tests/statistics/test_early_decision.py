@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtr
 
-from deltalab.study.statistics import early_decision
-from deltalab.study.statistics.cross_fitting import Sample
-from deltalab.study.statistics.early_decision import Boundaries, futility, reach, unbiased
-from deltalab.study.statistics.joint_test import ALPHA, Look, follow, one_look
-from deltalab.study.statistics.looks import spread_looks
-from deltalab.study.statistics.pairs import Pairs
+from deltalab.statistics import early_decision
+from deltalab.statistics.cross_fitting import Sample
+from deltalab.statistics.early_decision import Boundaries, futility, reach, unbiased
+from deltalab.statistics.joint_test import ALPHA, Look, follow, one_look
+from deltalab.statistics.looks import spread_looks
+from deltalab.statistics.pairs import Pairs
 
 Array = NDArray[np.float64]
 LOOKS = spread_looks(6, 15)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltalab.study.statistics.pareto import beyond_worst, contributions, front, greedy_choice, hypervolume, ranked
+from deltalab.statistics.pareto import beyond_worst, contributions, front, greedy_choice, hypervolume, ranked
 
 
 def by_inclusion_and_exclusion(points: Any, reference: Any) -> float:

@@ -1,6 +1,6 @@
 """Computes the mean of an arm over its seeds, and the share of seeds that learned, with their intervals.
 
-`deltalab.study.statistics.joint_test` computes the differences to the base.
+`deltalab.statistics.joint_test` computes the differences to the base.
 """
 
 import math
