@@ -124,13 +124,19 @@ def test_the_defaults_are_those_of_fla(name: str) -> None:
     assert {key: value for key, value in THEIRS[name]["defaults"].items() if defaults[key] != value} == {}
 
 
-def test_the_factor_of_tied_embeddings_goes_into_an_output_matrix() -> None:
-    model = shaken({"rule": "gated_deltanet"})
-    config, weights = to_fla(model.spec, model.state_dict())
+@pytest.mark.parametrize("rule", ["gated_deltanet", "mamba2@published"])
+def test_tied_embeddings_stay_tied_and_the_last_norm_holds_their_factor(rule: str) -> None:
+    name = "backbone.norm_f" if "mamba" in rule else "model.norm"
+    for width, factor in ((16, 1 / 4), (128, 1 / 16)):
+        model = shaken({"rule": rule, "d_model": width, **({"block": "mamba"} if "mamba" in rule else {})})
+        config, weights = to_fla(model.spec, model.state_dict())
+        assert config["tie_word_embeddings"] is True
+        assert "lm_head.weight" not in weights
+        assert torch.equal(weights[f"{name}.weight"], model.norm.weight * factor)
+    own = shaken({"rule": rule, "tie_embeddings": False, **({"block": "mamba"} if "mamba" in rule else {})})
+    config, weights = to_fla(own.spec, own.state_dict())
     assert config["tie_word_embeddings"] is False
-    assert torch.equal(weights["lm_head.weight"], model.embed.weight / 4)
-    wide = shaken({"rule": "gated_deltanet", "d_model": 128})
-    assert torch.equal(to_fla(wide.spec, wide.state_dict())[1]["lm_head.weight"], wide.embed.weight / 16)
+    assert torch.equal(weights["lm_head.weight"], own.state_dict()["unembed.weight"])
 
 
 def test_no_weights_give_the_options_alone() -> None:
@@ -138,12 +144,18 @@ def test_no_weights_give_the_options_alone() -> None:
     assert (config["model_type"], config["intermediate_size"], weights) == ("gated_deltanet", 48, {})
 
 
-def test_tied_embeddings_of_fla_become_two_matrices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_the_file", [True, False])
+def test_tied_embeddings_of_fla_stay_tied(in_the_file: bool, tmp_path: Path) -> None:
     config, weights = of_fla("gla")
-    del weights["lm_head.weight"]
+    weights["lm_head.weight"] = weights["model.embeddings.weight"].clone()
+    untied = loaded(written(tmp_path, config, weights))
+    if not in_the_file:
+        del weights["lm_head.weight"]
     # An option that is off and that FLA 0.6 does not know has no effect.
-    model = loaded(written(tmp_path, {**config, "tie_word_embeddings": True, "share_conv_kernel": False}, weights))
-    assert torch.equal(model.head, model.embed.weight)
+    tied = loaded(written(tmp_path, {**config, "tie_word_embeddings": True, "share_conv_kernel": False}, weights))
+    assert (untied.spec.tie_embeddings, tied.spec.tie_embeddings) == (False, True)
+    tokens = torch.arange(12)[None] % 20
+    assert torch.equal(tied(tokens), untied(tokens))
 
 
 def test_shards_are_read_with_their_index(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[
     """Converts a model of ours to a model of FLA with the same logits.
 
     With tied embeddings, our model multiplies the last hidden states by a factor (`ModelSpec.tied_factor`). FLA has no
-    such factor, so its output matrix is not tied and holds the factor.
+    such factor, so the weights of its last norm hold it.
 
     Args:
         spec: Our model.
@@ -117,8 +117,10 @@ def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[
     for part in _parts(spec, form):
         ours = [weights[name].detach() for name in part.ours]
         theirs.update(zip(part.theirs, (value.contiguous() for value in part.split(ours)), strict=True))
-    embed = weights["embed.weight"].detach()
-    theirs["lm_head.weight"] = embed * spec.tied_factor if spec.tie_embeddings else weights["unembed.weight"].detach()
+    if spec.tie_embeddings:
+        theirs[_last_norm(form)] = theirs[_last_norm(form)] * spec.tied_factor
+    else:
+        theirs["lm_head.weight"] = weights["unembed.weight"].detach()
     return config, theirs
 
 
@@ -140,11 +142,13 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
     theirs = _read_weights(folder)
     weights: dict[str, Tensor] = {}
     try:
-        if config.get("tie_word_embeddings"):
-            theirs["lm_head.weight"] = theirs[f"{_trunk(form)}.embeddings.weight"]
         for part in _parts(spec, form):
             weights.update(zip(part.ours, part.join([theirs.pop(name).float() for name in part.theirs]), strict=True))
-        weights["unembed.weight"] = theirs.pop("lm_head.weight").float().clone()
+        if spec.tie_embeddings:
+            weights["norm.weight"] = weights["norm.weight"] / spec.tied_factor
+            theirs.pop("lm_head.weight", None)  # the embeddings once more, where a file has it at all
+        else:
+            weights["unembed.weight"] = theirs.pop("lm_head.weight").float()
         Model(spec).load_state_dict(weights)
     except KeyError as error:
         raise InputError(f"{folder}: the weights lack {error.args[0]}") from None
@@ -216,7 +220,7 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
         "norm_eps": spec.norm_eps,
         **({"hidden_ratio": None, "intermediate_size": _mlp_width(spec), "hidden_act": "swish"} if has_mlp else {}),
         **({"attn": attn[0] if len(attn) == 1 else attn} if attn else {}),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": spec.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -249,7 +253,7 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
             "vocab_size": options["vocab_size"],
             "d_model": d_model,
             "norm_eps": options["norm_eps"],
-            "tie_embeddings": False,
+            "tie_embeddings": options["tie_word_embeddings"],
             **form.settings(options),
         }
         spec = ModelSpec.of({**settings, "layers": _layers(options["attn"], depth, settings)})
@@ -285,9 +289,9 @@ def _mlp_width(spec: ModelSpec) -> int:
     return spec.mlp_width or swiglu_width(spec.d_model)
 
 
-def _trunk(form: Form) -> str:
-    """FLA's name of the model without its output matrix."""
-    return "backbone" if form.block == "mamba" else "model"
+def _last_norm(form: Form) -> str:
+    """FLA's name of the weights of the norm before the output matrix."""
+    return "backbone.norm_f.weight" if form.block == "mamba" else "model.norm.weight"
 
 
 def _parts(spec: ModelSpec, form: Form) -> list[Part]:
