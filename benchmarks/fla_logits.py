@@ -106,6 +106,37 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": "preconditioned_gated_deltanet", "output_gate": "silu"},
         "PrecondGatedDeltaNet", {"head_dim": 32, "num_heads": 2},
     ),
+    "preconditioned_kda": ({}, "PrecondKDA", {"head_dim": 32, "num_heads": 2}),
+    "gsa": (
+        {"rule": "gsa@published", "features": "silu"},
+        "GSA", {"num_heads": 2, "num_slots": 16, "norm_eps": 1e-5},
+    ),
+    "raven": (
+        {
+            "rule": "raven", "features": "silu", "conv": 0, "scale": 1.0, "output_norm": "rms_all_of_silu",
+            "output_gate": False,
+        },
+        "Raven", {"num_heads": 2, "num_slots": 8, "topk": 3, "norm_eps": 1e-5},
+    ),
+    "log_linear_mamba2": (
+        {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 16, "expand_v": 2.0},
+        "LogLinearMamba2", {"head_dim": 32, "state_size": 16},
+    ),
+    "latent_attention": (
+        {
+            "rule": "attention", "conv": 0, "rope": True, "output_norm": False, "output_gate": False, "key_dim": 24,
+            "expand_v": 2 / 3, "kv_rank": 16, "q_rank": 24, "rope_dim": 8,
+        },
+        "MLA",
+        {
+            "num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+            "qk_head_dim": 24, "v_head_dim": 16, "window_size": 20, "norm_eps": 1e-5,
+        },
+    ),
+    "tied": (
+        {"rule": "gated_deltanet", "d_model": 96, "heads": 2},
+        "GLA", {"num_heads": 2, "tie_word_embeddings": True},
+    ),
     "transformer": (
         {"rule": "attention", "conv": 0, "rope": True, "output_norm": False, "output_gate": False, "qk_norm": True},
         "Transformer", {"num_heads": 2, "num_kv_heads": 1, "window_size": 20},
@@ -183,9 +214,9 @@ def measure(case: str, device: str) -> None:
     row: dict[str, Any] = {"case": case}
     start = time.time()
     fla = imported()
-    for way, compare in (("to", exported), ("back", taken_back)):
+    for way, pair in WAYS.items():
         try:
-            row[way] = compare(fla, case, device)
+            row[way] = errors(*pair(fla, case), device)
         except Exception:
             row[f"{way}_error"] = traceback.format_exc(limit=-3)
         row["seconds"] = time.time() - start
@@ -199,10 +230,12 @@ def imported() -> Any:
 
     Autotuner._bench = lambda self, *args, **kwargs: [0.0, 0.0, 0.0]
     import fla.layers.attn as attn
+    import fla.layers.mla as mla
     import fla.models
 
-    if attn.flash_attn_func is None:
-        attn.flash_attn_func = sdpa
+    for layer in (attn, mla):
+        if layer.flash_attn_func is None:
+            layer.flash_attn_func = sdpa
     return fla.models
 
 
@@ -229,8 +262,8 @@ def shaken(module: torch.nn.Module, seed: int) -> None:
                 value.copy_(0.5 * noise)
 
 
-def exported(fla: Any, case: str, device: str) -> dict[str, float]:
-    """Compares our model with its export."""
+def exported(fla: Any, case: str) -> tuple[Model, Any]:
+    """Returns a model of ours, and the model that FLA loads from its export."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -247,13 +280,17 @@ def exported(fla: Any, case: str, device: str) -> dict[str, float]:
     problems = {key: names for key, names in loading.items() if names}
     if problems:
         raise InputError(f"FLA does not take the weights as they are: {problems}")
-    return errors(model, theirs, device)
+    return model, theirs
 
 
-def taken_back(fla: Any, case: str, device: str) -> dict[str, float]:
-    """Compares a model of FLA with our model of it."""
+def taken_back(fla: Any, case: str) -> tuple[Model, Any]:
+    """Returns our model of a model of FLA, and that model."""
     theirs = fla_model(fla, case)
-    return errors(from_theirs(theirs), theirs, device)
+    return from_theirs(theirs), theirs
+
+
+WAYS = {"to": exported, "back": taken_back}
+"""The ways between a model of ours and a model of FLA."""
 
 
 def from_theirs(theirs: Any) -> Model:
@@ -270,13 +307,15 @@ def fla_model(fla: Any, case: str) -> Any:
     """Makes FLA's model of a case."""
     _, kind, options = CASES[case]
     torch.manual_seed(0)
-    sizes = {name: value for name, value in THEIRS.items() if kind != "Mamba2" or name != "intermediate_size"}
+    sizes = {name: value for name, value in THEIRS.items() if "Mamba2" not in kind or name != "intermediate_size"}
     model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**sizes, **options}))
     shaken(model, 3)
     for name, value in model.named_parameters():
-        # We have no equal of Comba's correction of q before the norm, of Mamba-2's skip and of the forget gate's bias.
-        if name.endswith((".D", "f_proj.bias")):
+        # We have no equal of Comba's correction of q before the norm, and of the weights of Raven's norms.
+        if kind == "Comba" and name.endswith(".D"):
             torch.nn.init.zeros_(value)
+        if kind == "Raven" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.ones_(value)
     return model
 
 

@@ -24,6 +24,7 @@ THEIRS = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__fil
 SIZES = {"vocab_size": 20, "d_model": 16, "heads": 2}
 ATTENTION = {"conv": 0, "rope": True, "output_norm": False, "output_gate": False}
 RAW = {"features": "raw", "conv": 0, "output_gate": False}
+SLOTS = {"features": "silu", "conv": 0, "scale": 1.0, "output_norm": "rms_all_of_silu", "output_gate": False}
 
 OURS: dict[str, dict[str, Any]] = {
     "gated deltanet": {"rule": "gated_deltanet", "output_gate": "silu"},
@@ -56,6 +57,14 @@ OURS: dict[str, dict[str, Any]] = {
     "forgetting attention": {"rule": "forgetting_attention", "conv": 0, "output_norm": False, "kv_heads": 1},
     "forgetting attention, published": {"rule": "forgetting_attention@published"},
     "preconditioned": {"rule": "preconditioned_gated_deltanet", "output_gate": "silu"},
+    "gsa": {"rule": "gsa@published", "features": "silu"},
+    "raven": {"rule": "raven", **SLOTS},
+    "log-linear": {"rule": "log_linear_attention@published", "mlp_width": 256},
+    "latent attention": {
+        "rule": {"name": "attention", "window": 5}, **ATTENTION, "key_dim": 12, "expand_v": 0.5, "kv_rank": 4,
+        "q_rank": 6, "rope_dim": 8,
+    },
+    "latent attention, whole queries": {"rule": "attention", **ATTENTION, "kv_rank": 4, "rope_dim": 2},
     "transformer": {"rule": "attention", **ATTENTION, "qk_norm": True, "kv_heads": 1},
     "hybrid": {
         "rule": "gla", "features": "silu", "output_gate": "silu", "low_rank_bias": True,
@@ -84,8 +93,15 @@ def of_fla(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = THEIRS[name]["parameters"]
     weights = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    # Comba's correction of q has no equal here.
-    return THEIRS[name]["config"], {key: 0 * x if key.endswith(".attn.D") else x for key, x in weights.items()}
+    # Comba's correction of q has no equal here, and neither have the weights of Raven's norms of q and k.
+    for key, value in weights.items():
+        if key.endswith(".attn.D"):
+            value.zero_()
+        if name == "raven" and key.endswith(("q_norm.weight", "k_norm.weight")):
+            value.fill_(1)
+    if THEIRS[name]["config"]["tie_word_embeddings"]:
+        del weights["lm_head.weight"]
+    return THEIRS[name]["config"], weights
 
 
 def loaded(folder: Path) -> Model:
@@ -108,10 +124,13 @@ def test_a_model_of_fla_comes_back_with_its_names_shapes_and_values(name: str, t
     config, weights = of_fla(name)
     model = loaded(written(tmp_path, config, weights))
     ours, found = to_fla(model.spec, model.state_dict())
-    assert {key: list(value.shape) for key, value in found.items()} == THEIRS[name]["parameters"]
+    assert {key: value.shape for key, value in found.items()} == {key: value.shape for key, value in weights.items()}
     for key, value in found.items():
+        if name == "preconditioned_kda" and ".f_proj." in key:  # one matrix here, whose factors are not unique
+            continue
         assert key.endswith("attn.decay") or torch.equal(value, weights[key]), key
     changed = {"bos_token_id", "eos_token_id", "pad_token_id", "hidden_ratio", "chunk_size", "use_short_conv"}
+    changed |= {"add_gumbel_noise"}  # in training alone
     assert {
         key: (ours[key], config[key]) for key in ours.keys() & config.keys() - changed if ours[key] != config[key]
     } == {}
@@ -184,8 +203,22 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"rule": "comba"}, r"FLA's comba \(it normalizes b k to k\) has no equal of comba.b head_sigmoid\(init=0.5\)"),
-        ({"rule": {"name": "comba", "b": 1}}, r"it corrects q before the norm of q\) has no equal of comba.d"),
+        (
+            {"rule": "comba"},
+            r"FLA's comba lacks b in the feedback \(.*cancels b\) and d after the norm of q \(.*before that norm\); "
+            "add `--set rule.b=1 --set rule.d=0`, and the model starts untrained$",
+        ),
+        ({"rule": {"name": "comba", "b": 1}}, "FLA's comba lacks d .*; add `--set rule.d=0`, and"),
+        ({"rule": {"name": "comba", "d": 0}}, "FLA's comba lacks b .*; add `--set rule.b=1`, and"),
+        ({"rule": {"name": "comba", "transition": "iplr"}}, "no equal of comba.transition iplr; add `--set rule.tran"),
+        ({"rule": {"name": "comba", "g": "metala_decay"}}, "no equal of .*; add `--set rule.g=mamba2_decay`, and"),
+        ({"rule": {"name": "comba", "beta": 1}}, "no equal of .*; add `--set rule.beta=sigmoid`, and"),
+        ({"rule": {"name": "comba", "silu": "qk"}}, "no equal of comba.silu qk; add `--set rule.silu=qkv`, and"),
+        (
+            {"rule": {"name": "comba", "normalize": False}},
+            "comba.normalize False; add `--set rule.normalize=true`, and",
+        ),
+        ({"rule": {"name": "comba", "b": 1, "d": 0}, "output_gate": "silu"}, "no equal of model.output_gate silu; add"),
         (
             {"rule": "gla", "output_gate": "silu"},
             "FLA's gla has no equal of features 'unit' where conv is 4; set model.f",
@@ -207,8 +240,9 @@ def test_settings_without_an_equal_are_named(spec: dict[str, Any], message: str)
         to_fla(ModelSpec.of({**SIZES, **spec}), None)
 
 
-def test_kda_goes_to_fla_where_its_decay_has_fewer_channels_and_one_rate_a_head() -> None:
-    model = shaken({"rule": "kda", "gate_rank": 8})
+@pytest.mark.parametrize("rule", ["kda", {"name": "preconditioned_gated_deltanet", "transition": "channel"}])
+def test_kda_goes_to_fla_where_its_decay_has_fewer_channels_and_one_rate_a_head(rule: Any, tmp_path: Path) -> None:
+    model = shaken({"rule": rule, "gate_rank": 8})
     with pytest.raises(InputError, match="projects its decay through 8 channels"):
         to_fla(model.spec, model.state_dict())
     weights = model.state_dict()
@@ -216,6 +250,13 @@ def test_kda_goes_to_fla_where_its_decay_has_fewer_channels_and_one_rate_a_head(
         weights[f"blocks.{block}.mixer.gates.project.g.weight"][:, 8:] = 0
     with pytest.raises(InputError, match="one a for each head"):
         to_fla(model.spec, weights)
+    for block in range(2):
+        rates = weights[f"blocks.{block}.mixer.gates.learned.g.log_a"]
+        rates.copy_(rates[:, :1].expand_as(rates).clone())
+    model.load_state_dict(weights)
+    tokens = torch.arange(12)[None] % 20
+    back = loaded(written(tmp_path, *to_fla(model.spec, weights)))
+    torch.testing.assert_close(back(tokens), model(tokens), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""The forms of softmax attention over tokens or slots."""
+"""The forms of softmax attention over tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.export.fla.layer_form import (
@@ -11,16 +12,12 @@ from deltalab.export.fla.layer_form import (
     QKV,
     Form,
     Part,
-    conv_of,
     fixed,
     needs_features,
-    norm_and_gate,
     of_rule,
     plain,
     projections,
     same,
-    shares_of,
-    widths_from,
 )
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.ops.norm import EPS
@@ -119,65 +116,8 @@ TRANSFORMER = Form(
     config=attention,
     settings=_from_transformer,
     parts=attention_parts,
-)
-
-
-def _abc(spec: ModelSpec) -> dict[str, Any]:
-    name = "abc"
-    plain(spec, name, qk_heads=(None, spec.heads), rope=(True, False), output_gate=("silu",))
-    needs_features(spec, name, "silu" if spec.conv else "raw")
-    numbers = dict(spec.make_rule().s.options)  # type: ignore[attr-defined]
-    return {
-        **shares_of(spec),
-        **conv_of(spec),
-        "num_slots": int(numbers["slots"]),
-        "clamp_min": -numbers["bound"],
-        "clamp_max": numbers["bound"],
-        "use_rope": bool(spec.rope),
-    }
-
-
-def _from_abc(options: Mapping[str, Any]) -> dict[str, Any]:
-    if options["clamp_min"] != -options["clamp_max"]:
-        raise InputError(
-            f"option 'clamp_min' {options['clamp_min']} has no equal here; only -clamp_max, "
-            f"{-options['clamp_max']}, has"
-        )
-    slots = {"slots": options["num_slots"], "bound": options["clamp_max"]}
-    return {
-        **widths_from(options),
-        "rule": {"name": "abc", "s": {"slot_logit": slots}},
-        "features": "silu" if options["use_short_conv"] else "raw",
-        "rope": options["use_rope"],
-        "output_gate": "silu",
-    }
-
-
-ABC = Form(
-    "abc",
-    "ABCForCausalLM",
-    "abc",
-    options={
-        "num_heads": 4,
-        "expand_k": 0.5,
-        "expand_v": 1,
-        "num_slots": 64,
-        "clamp_min": -32,
-        "clamp_max": 32,
-        "use_short_conv": False,
-        "conv_size": 4,
-        "use_rope": True,
-        "fuse_norm": True,
-    },
-    fixed={"fuse_norm": True},
-    config=_abc,
-    settings=_from_abc,
-    parts=lambda spec: [
-        *projections(spec, QKV, CONVS),
-        same("gates.project.s.weight", "s_proj.weight"),
-        *norm_and_gate(spec, "g_norm"),
-    ],
-    idle=("gate_low_rank_dim",),
+    takes=lambda spec: spec.kv_rank is None,
+    hybrid=False,
 )
 
 
@@ -235,4 +175,114 @@ FORGETTING = Form(
         *([same("gate.weight", "g_proj.weight")] if spec.output_gate else []),
         same("out.weight", "o_proj.weight"),
     ],
+    hybrid=False,
+)
+
+
+# Multi-head latent attention.
+
+
+def _latent(spec: ModelSpec) -> dict[str, Any]:
+    name, (key_dim, value_dim) = "mla", spec.head_dims
+    plain(
+        spec, name, rope=tuple({spec.rope} - {False}) or (True,), rope_dim=(spec.rope_dim,), q_rank=(spec.q_rank,),
+        kv_rank=(spec.kv_rank,), output_norm=(False,), output_gate=(False,), qk_heads=(None, spec.heads), conv=(0,),
+        norm_eps=(EPS,),
+    )  # fmt: skip
+    needs_features(spec, name, "raw")
+    if spec.rope_dim is None:
+        raise InputError(
+            "export to fla: FLA's mla has no equal of model.rope_dim null; add `--set model.rope_dim=64`, and the "
+            "model starts untrained"
+        )
+    window = getattr(spec.make_rule(), "window")  # noqa: B009
+    return {
+        "num_heads": spec.heads,
+        "q_lora_rank": spec.q_rank,
+        "kv_lora_rank": spec.kv_rank,
+        "qk_rope_head_dim": spec.rope_dim,
+        "qk_nope_head_dim": key_dim - spec.rope_dim,
+        "qk_head_dim": key_dim,
+        "v_head_dim": value_dim,
+        "window_size": window or None,
+        "rope_theta": ROPE if spec.rope is True else float(spec.rope),
+        "rope_scaling": None,
+    }
+
+
+def _from_latent(options: Mapping[str, Any]) -> dict[str, Any]:
+    # transformers writes the options of positions once more, under this name.
+    if (scaling := (options["rope_parameters"] or {}).get("rope_type", "default")) != "default":
+        raise InputError(f"option 'rope_parameters' of the type {scaling!r} has no equal here; only 'default' has")
+    turned = options["qk_rope_head_dim"]
+    key_dim, base = options["qk_nope_head_dim"] + turned, float(options["rope_theta"])
+    return {
+        "rule": {"name": "attention", "window": options["window_size"] or 0},
+        "heads": options["num_heads"],
+        "key_dim": key_dim,
+        "expand_v": options["v_head_dim"] / key_dim,
+        "q_rank": options["q_lora_rank"],
+        "kv_rank": options["kv_lora_rank"],
+        "rope": True if base == ROPE else base,
+        "rope_dim": turned,
+        "conv": 0,
+        "output_norm": False,
+        "output_gate": False,
+    }
+
+
+def _latent_parts(spec: ModelSpec) -> list[Part]:
+    """The parameters of a layer. FLA has k and v of each head side by side, ours has all k before all v."""
+    (key_dim, value_dim), heads = spec.head_dims, spec.heads
+    assert spec.kv_rank is not None
+    assert spec.rope_dim is not None
+    own, sizes = key_dim - spec.rope_dim, [spec.kv_rank, spec.rope_dim]
+
+    def by_head(ours: Sequence[Tensor]) -> Sequence[Tensor]:
+        k, v = ours[0].split([heads * own, heads * value_dim])
+        return [torch.cat([k.unflatten(0, (heads, own)), v.unflatten(0, (heads, value_dim))], dim=1).flatten(0, 1)]
+
+    def by_kind(theirs: Sequence[Tensor]) -> Sequence[Tensor]:
+        k, v = theirs[0].unflatten(0, (heads, own + value_dim)).split([own, value_dim], dim=1)
+        return [torch.cat([k.flatten(0, 1), v.flatten(0, 1)])]
+
+    q = [same(f"qkv.q.{i}.weight", f"q_proj.{i}.weight") for i in range(3)]
+    return [
+        *(q if spec.q_rank else [same("qkv.q.weight", "q_proj.weight")]),
+        Part(
+            ("qkv.down.weight",),
+            ("kv_proj.0.weight", "k_rope.weight"),
+            lambda ours: ours[0].split(sizes),
+            lambda theirs: [torch.cat(list(theirs))],
+        ),
+        same("qkv.norm.weight", "kv_proj.1.weight"),
+        Part(("qkv.kv.weight",), ("kv_proj.2.weight",), by_head, by_kind),
+        same("out.weight", "o_proj.weight"),
+    ]
+
+
+LATENT = Form(
+    "mla",
+    "MLAForCausalLM",
+    "attention",
+    options={
+        "num_heads": 16,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "window_size": None,
+        "rope_theta": ROPE,
+        "rope_scaling": None,
+        "rope_parameters": None,
+    },
+    # The norms of latents have this eps, whatever the option says.
+    fixed={"rope_scaling": None, "norm_eps": EPS},
+    config=_latent,
+    settings=_from_latent,
+    parts=_latent_parts,
+    takes=lambda spec: spec.kv_rank is not None,
+    idle=("qk_head_dim",),
+    hybrid=False,
 )

@@ -1,6 +1,6 @@
 """Converts whole models to flash-linear-attention (FLA 0.6) and back: the code that all of FLA's models share.
 
-`delta_forms`, `linear_forms` and `attention_forms` have the code for single model types.
+The modules named `..._forms` have the code for single model types.
 """
 
 import json
@@ -13,32 +13,28 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.export.fla.attention_forms import ABC, FORGETTING, TRANSFORMER, attention, from_attention
+from deltalab.export.fla.attention_forms import FORGETTING, LATENT, TRANSFORMER, attention, from_attention
+from deltalab.export.fla.channel_forms import KDA, PRECONDITIONED_KDA
 from deltalab.export.fla.delta_forms import (
     COMBA,
     DELTA_PRODUCT,
     DELTANET,
     GATED_DELTANET,
-    KDA,
     PRECONDITIONED,
     UNDECAYED,
 )
 from deltalab.export.fla.layer_form import Form, Part, needs, same
-from deltalab.export.fla.linear_forms import (
-    GLA,
-    HGRN2,
-    LIGHTNET,
-    LINEAR_ATTENTION,
-    MAMBA2,
-    RETNET,
-)
+from deltalab.export.fla.linear_forms import GLA, HGRN2, LIGHTNET, LINEAR_ATTENTION, RETNET
+from deltalab.export.fla.mamba_forms import LOG_LINEAR_MAMBA2, MAMBA2
+from deltalab.export.fla.slot_forms import ABC, GSA, RAVEN
 from deltalab.models.block import swiglu_width
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
 FORMS = (
-    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED,
-    GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, MAMBA2, FORGETTING, TRANSFORMER,
+    GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED, PRECONDITIONED_KDA,
+    GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, GSA, RAVEN, MAMBA2, LOG_LINEAR_MAMBA2,
+    FORGETTING, TRANSFORMER, LATENT,
 )  # fmt: skip
 """All forms. If a rule has several forms, they are tried in this order."""
 
@@ -46,8 +42,6 @@ WHY_NOT = {
     "based": "FLA has this layer, and no model of it",
     "gated_deltanet2": "FLA has this layer, and no model of it",
     "hgrn": "FLA's HGRN is real, ours is complex as in its paper",
-    "gsa": "FLA's GSA takes SiLU of its output before a norm over all heads, which no output norm of ours does",
-    "log_linear_attention": "FLA has it as a Mamba-2 block with a skip from v to the output",
     "mamba": "FLA's Mamba has a step for each channel of the model, and no heads",
     "mamba3": "FLA's Mamba-3 normalizes q and k, adds biases to them, and skips from v to the output",
     "mesa_net": "FLA's gates have biases, and its v neither convolution nor SiLU",
@@ -55,7 +49,6 @@ WHY_NOT = {
     "mom": "FLA's router belongs to the layer, ours to each head",
     "momentum_deltanet": "FLA has this layer, and no model of it",
     "path_attention": "FLA's beta has a bias, ours none",
-    "raven": "FLA's Raven takes SiLU of its output before a norm over all heads, which no output norm of ours does",
     "rebased": "FLA has this layer, and no model of it",
     "rodimus": "FLA's gates read a short convolution of twice the model's width, which is also a residual",
     "rwkv6": "FLA's blocks have LayerNorm, a squared-ReLU MLP and token shifts that depend on the input",
@@ -178,7 +171,7 @@ def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
             raise InputError("export to fla: FLA's layers are alike, but for those of attention; these differ")
     refusals = []
     for form in FORMS:
-        if form.rule != rule:
+        if form.rule != rule or not form.takes(mixers[0]):
             continue
         try:
             return form, {**_shared(spec, form, layers), **form.config(mixers[0])}
@@ -204,7 +197,9 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
     )
     attn: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):
-        if form is not TRANSFORMER and layer.make_rule().name == "attention":
+        if form.rule != "attention" and layer.make_rule().name == "attention":
+            if not form.hybrid:
+                raise InputError(f"export to fla: FLA's {form.model_type} takes no layers of attention; layer {i} is")
             options = attention(layer, form.model_type)
             same_options = next((group for group in attn if {**group, "layers": 0} == {**options, "layers": 0}), None)
             if same_options is None:
@@ -243,6 +238,8 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
     for name, value in {**FIXED, **form.fixed}.items():
         if options[name] != value:
             raise InputError(f"{file}: option '{name}' {options[name]!r} has no equal here; only {value!r} has")
+    if options["attn"] and not form.hybrid:
+        raise InputError(f"{file}: option 'attn' has no equal here: FLA's {form.model_type} ignores it")
     depth, d_model = options["num_hidden_layers"], options["hidden_size"]
     hidden = options["intermediate_size"]
     if hidden is None:
@@ -291,38 +288,37 @@ def _mlp_width(spec: ModelSpec) -> int:
 
 def _last_norm(form: Form) -> str:
     """FLA's name of the weights of the norm before the output matrix."""
-    return "backbone.norm_f.weight" if form.block == "mamba" else "model.norm.weight"
+    return f"{form.trunk}.{form.last_norm}.weight"
 
 
 def _parts(spec: ModelSpec, form: Form) -> list[Part]:
     """The parameters of the whole model without the output matrix."""
-    if form.block == "mamba":
-        parts = [same("embed.weight", "embeddings.weight"), same("norm.weight", "norm_f.weight")]
-        for i in range(spec.depth):
-            block = [
-                same("norm.weight", "norm.weight"),
-                *(part.within("mixer.", "mixer.") for part in form.parts(spec.at(i))),
-            ]
-            parts += [part.within(f"blocks.{i}.", f"layers.{i}.") for part in block]
-        return [part.within("", "backbone.") for part in parts]
-    parts = [same("embed.weight", "model.embeddings.weight"), same("norm.weight", "model.norm.weight")]
+    parts = [
+        same("embed.weight", f"{form.trunk}.embeddings.weight"),
+        same("norm.weight", _last_norm(form)),
+    ]
     for i in range(spec.depth):
         layer = spec.at(i)
-        is_attention = layer.make_rule().name == "attention"
+        is_attention = form.rule != "attention" and layer.make_rule().name == "attention"
+        mixer = [
+            part.within("mixer.", f"{form.mixer}.") for part in (TRANSFORMER if is_attention else form).parts(layer)
+        ]
         mlp = Part(
             ("mlp.into.weight",),
             ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
             lambda ours: ours[0].chunk(2),
             lambda theirs: [torch.cat(list(theirs))],
         )
-        block = [
-            same("norm.weight", "attn_norm.weight"),
-            *(part.within("mixer.", "attn.") for part in (TRANSFORMER if is_attention else form).parts(layer)),
-            same("mlp_norm.weight", "mlp_norm.weight"),
-            mlp,
-            same("mlp.out.weight", "mlp.down_proj.weight"),
-        ]
-        parts += [part.within(f"blocks.{i}.", f"model.layers.{i}.") for part in block]
+        block = [same("norm.weight", "norm.weight"), *mixer]
+        if form.block == "transformer":
+            block = [
+                same("norm.weight", f"{form.mixer}_norm.weight"),
+                *mixer,
+                same("mlp_norm.weight", "mlp_norm.weight"),
+                mlp,
+                same("mlp.out.weight", "mlp.down_proj.weight"),
+            ]
+        parts += [part.within(f"blocks.{i}.", f"{form.trunk}.layers.{i}.") for part in block]
     return parts
 
 

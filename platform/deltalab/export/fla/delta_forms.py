@@ -1,13 +1,11 @@
-"""The forms of delta rules."""
+"""The forms of delta rules with one decay a head, or none."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from deltalab import gates
 from deltalab.errors import InputError
@@ -29,17 +27,17 @@ from deltalab.export.fla.layer_form import (
     projections,
     ratio,
     same,
-    shaped,
     twice,
     widths_from,
 )
 from deltalab.models.spec import ModelSpec
 from deltalab.structure import SPLR
 
-# Gated delta rule, delta rule, Comba and KDA: each has heads of `head_dim`, SiLU and unit norm.
+# Gated delta rule, delta rule and Comba: each has heads of `head_dim`, SiLU and unit norm.
 
 
-def _heads_of(spec: ModelSpec) -> dict[str, Any]:
+def heads_of(spec: ModelSpec) -> dict[str, Any]:
+    """Returns FLA's options of heads with `head_dim`, and of the short convolution."""
     key_dim, value_dim = spec.head_dims
     grouped = spec.own_qk_heads != spec.heads
     return {
@@ -51,7 +49,8 @@ def _heads_of(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _heads_from(options: Mapping[str, Any]) -> dict[str, Any]:
+def heads_from(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns our settings of heads for the options of `heads_of`."""
     heads = options.get("num_v_heads") or options["num_heads"]
     return {
         "heads": heads,
@@ -62,16 +61,24 @@ def _heads_from(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decay(gate: str = "g", suffix: str = "") -> list[Part]:
+def decay_of(gate: str = "g", suffix: str = "", projection: str = "a_proj") -> list[Part]:
+    """Returns the parameters of a `mamba2_decay` for each head.
+
+    Args:
+        gate: Our name of the decay.
+        suffix: What FLA's names of its learned numbers end in.
+        projection: FLA's name of its projection.
+    """
     learned = f"gates.learned.{gate}"
     return [
-        same(f"gates.project.{gate}.weight", f"a{suffix}_proj.weight"),
+        same(f"gates.project.{gate}.weight", f"{projection}.weight"),
         same(f"{learned}.log_a", f"A_log{suffix}"),
         same(f"{learned}.dt_bias", f"dt_bias{suffix}"),
     ]
 
 
-def _beta() -> Part:
+def beta_part() -> Part:
+    """Returns the projection of beta."""
     return same("gates.project.beta.weight", "b_proj.weight")
 
 
@@ -82,7 +89,7 @@ def _gated_deltanet(spec: ModelSpec, *, decays: bool = True) -> dict[str, Any]:
     rule = of_rule(spec, name, **{"g": ("mamba2_decay",)} if decays else {})
     gated = gate_of(spec, name, True, "silu")
     return {
-        **_heads_of(spec),
+        **heads_of(spec),
         "use_gate": gated,
         "output_gate_activation": "sigmoid" if spec.output_gate is True else "swish",
         "allow_neg_eigval": twice(rule.beta, name),  # type: ignore[attr-defined]
@@ -92,7 +99,7 @@ def _gated_deltanet(spec: ModelSpec, *, decays: bool = True) -> dict[str, Any]:
 def _from_gated_deltanet(options: Mapping[str, Any]) -> dict[str, Any]:
     gate: bool | str = "sigmoid" if options["output_gate_activation"] == "sigmoid" else "silu"
     return {
-        **_heads_from(options),
+        **heads_from(options),
         "rule": {"name": "gated_deltanet", "beta": beta_of(options["allow_neg_eigval"])},
         "output_gate": gate if options["use_gate"] else False,
     }
@@ -117,7 +124,7 @@ GATED_DELTANET = Form(
     fixed={},
     config=_gated_deltanet,
     settings=_from_gated_deltanet,
-    parts=lambda spec: [*projections(spec, QKV, CONVS), *_decay(), _beta(), *norm_and_gate(spec)],
+    parts=lambda spec: [*projections(spec, QKV, CONVS), *decay_of(), beta_part(), *norm_and_gate(spec)],
 )
 
 
@@ -165,7 +172,7 @@ DELTANET = Form(
     fixed={"use_beta": True, "use_output_norm": True, "qk_norm": "l2", "qk_activation": "silu"},
     config=_deltanet,
     settings=_from_deltanet,
-    parts=lambda spec: [*projections(spec, QKV, CONVS), _beta(), *norm_and_gate(spec)],
+    parts=lambda spec: [*projections(spec, QKV, CONVS), beta_part(), *norm_and_gate(spec)],
 )
 
 
@@ -177,7 +184,7 @@ def _preconditioned(spec: ModelSpec) -> dict[str, Any]:
         spec, name, transition=("scalar",), g_p=("mamba2_decay",), beta_p=(gates.sigmoid(),), center=("head",)
     )  # fmt: skip
     return {
-        **_heads_of(spec),
+        **heads_of(spec),
         "use_gate": gate_of(spec, name, "silu"),
         "allow_neg_eigval": twice(rule.beta, name),  # type: ignore[attr-defined]
         "squash_x": rule.squash,  # type: ignore[attr-defined]
@@ -187,10 +194,18 @@ def _preconditioned(spec: ModelSpec) -> dict[str, Any]:
 def _from_preconditioned(options: Mapping[str, Any]) -> dict[str, Any]:
     beta = beta_of(options["allow_neg_eigval"])
     return {
-        **_heads_from(options),
+        **heads_from(options),
         "rule": {"name": "preconditioned_gated_deltanet", "beta": beta, "squash": float(options["squash_x"])},
         "output_gate": "silu" if options["use_gate"] else False,
     }
+
+
+def center_part() -> list[Part]:
+    """Returns the parameters of the preconditioner besides its decay."""
+    return [
+        same("gates.project.beta_p.weight", "b_atk_proj.weight"),
+        same("gates.learned.center.value", "log_atk_scale"),
+    ]
 
 
 PRECONDITIONED = Form(
@@ -215,13 +230,13 @@ PRECONDITIONED = Form(
     settings=_from_preconditioned,
     parts=lambda spec: [
         *projections(spec, QKV, CONVS),
-        *_decay(),
-        *_decay("g_p", "_atk"),
-        _beta(),
-        same("gates.project.beta_p.weight", "b_atk_proj.weight"),
-        same("gates.learned.center.value", "log_atk_scale"),
+        *decay_of(),
+        *decay_of("g_p", "_atk", "a_atk_proj"),
+        beta_part(),
+        *center_part(),
         *norm_and_gate(spec),
     ],
+    takes=lambda spec: str(spec.make_rule().transition) == "scalar",
     idle=("log_atk_scale_init", "a_log_init_lower"),
 )
 
@@ -239,7 +254,7 @@ UNDECAYED = replace(
     GATED_DELTANET,
     rule="deltanet",
     config=lambda spec: _gated_deltanet(spec, decays=False),
-    parts=lambda spec: [*projections(spec, QKV, CONVS), *_no_decay(spec), _beta(), *norm_and_gate(spec)],
+    parts=lambda spec: [*projections(spec, QKV, CONVS), *_no_decay(spec), beta_part(), *norm_and_gate(spec)],
 )
 """DeltaNet as FLA's Gated DeltaNet without decay, for the sigmoid gates and shared q and k that FLA's DeltaNet lacks.
 
@@ -253,19 +268,27 @@ A_log is -inf, so that g = -exp(A_log) softplus(W_a x + dt_bias) = 0. Its gradie
 def _comba(spec: ModelSpec) -> dict[str, Any]:
     name = "comba"
     plain(spec, name)
+    rule = of_rule(
+        spec, name, transition=(SPLR,), g=("mamba2_decay",), beta=(gates.sigmoid(),), silu=("qkv",), normalize=(True,)
+    )  # fmt: skip
     needs_features(spec, name, "unit")
-    rule = of_rule(spec, name, transition=(SPLR,), g=("mamba2_decay",))
-    # FLA normalizes p = b k, which cancels b, and takes q - d p before the norm of q.
-    of_rule(spec, f"{name} (it normalizes b k to k)", b=(gates.const(1),))
-    of_rule(spec, f"{name} (it corrects q before the norm of q)", d=(gates.const(0),))
-    if twice(rule.beta, name):  # type: ignore[attr-defined]
-        raise InputError("export to fla: FLA's comba has no equal of beta sigmoid(max=2); it needs sigmoid(max=1)")
-    return {**_heads_of(spec), "use_output_gate": gate_of(spec, name, True)}
+    lacks = {
+        "b": (1, "b in the feedback (it divides p = b k by its norm, which cancels b)"),
+        "d": (0, "d after the norm of q (it subtracts d p from q before that norm)"),
+    }
+    missing = {knob: text for knob, text in lacks.items() if getattr(rule, knob) != gates.const(text[0])}
+    if missing:
+        raise InputError(
+            f"export to fla: FLA's comba lacks {' and '.join(why for _, why in missing.values())}; add "
+            f"`{' '.join(f'--set rule.{knob}={value}' for knob, (value, _) in missing.items())}`, and the model starts "
+            "untrained"
+        )
+    return {**heads_of(spec), "use_output_gate": gate_of(spec, name, True)}
 
 
 def _from_comba(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_heads_from(options),
+        **heads_from(options),
         "rule": {"name": "comba", "b": {"const": {"value": 1.0}}, "d": {"const": {"value": 0.0}}},
         "output_gate": options["use_output_gate"],
     }
@@ -290,8 +313,8 @@ COMBA = Form(
     settings=_from_comba,
     parts=lambda spec: [
         *projections(spec, QKV, CONVS),
-        *_decay(),
-        _beta(),
+        *decay_of(),
+        beta_part(),
         fixed("D", torch.zeros(spec.own_qk_heads), "FLA takes q - D b k before the norm of q, ours after it"),
         idle("decay", torch.ones(spec.own_qk_heads)),
         *norm_and_gate(spec),
@@ -301,120 +324,12 @@ COMBA = Form(
 )
 
 
-# KDA: FLA's decay has one number a for each head, and a projection of rank head_v_dim, as our kda_decay has.
-
-LOW_RANK = ("kda_decay", "kda_bounded_decay")
-"""The decays that have the parameters of FLA's."""
-
-
-def _kda(spec: ModelSpec) -> dict[str, Any]:
-    name, (_, value_dim) = "kda", spec.head_dims
-    plain(spec, name, gate_rank=(value_dim, 0), output_gate=(True,))
-    needs_features(spec, name, "unit")
-    rule = of_rule(spec, name, g=("mamba2_decay", *LOW_RANK))
-    numbers = dict(rule.g.options)  # type: ignore[attr-defined]
-    if numbers.get("rank", 0) not in (0, value_dim):
-        raise InputError(f"export to fla: FLA's kda has no equal of g {rule.g}; it needs rank 0 or {value_dim}")  # type: ignore[attr-defined]
-    return {
-        **_heads_of(spec),
-        "allow_neg_eigval": twice(rule.beta, name),  # type: ignore[attr-defined]
-        "safe_gate": "least" in numbers,
-        "lower_bound": numbers.get("least"),
-    }
-
-
-def _from_kda(options: Mapping[str, Any]) -> dict[str, Any]:
-    # Without safe_gate, FLA's kernels still bound the decay where there is a lower_bound.
-    least = options["lower_bound"]
-    decay: dict[str, Any] = {"kda_decay": {}} if least is None else {"kda_bounded_decay": {"least": float(least)}}
-    return {
-        **_heads_from(options),
-        "rule": {"name": "kda", "beta": beta_of(options["allow_neg_eigval"]), "g": decay},
-        "gate_rank": 0,
-        "low_rank_bias": True,
-    }
-
-
-def _kda_decay(spec: ModelSpec) -> list[Part]:
-    key_dim, value_dim = spec.head_dims
-
-    def factors(ours: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Splits our matrix into W = W_2 W_1 with the rank of FLA's projection."""
-        u, s, v = torch.linalg.svd(ours[0].double(), full_matrices=False)
-        if (s[value_dim:] > 1e-5 * s[0]).any():
-            raise InputError(
-                f"export to fla: FLA's kda projects its decay through {value_dim} channels (the width of a head's "
-                f"values), and the projection of g has a higher rank"
-            )
-        root = F.pad(s[:value_dim], (0, max(0, value_dim - len(s)))).sqrt()
-        first, second = (F.pad(x[:value_dim], (0, 0, 0, max(0, value_dim - len(s)))) for x in (v, u.t()))
-        return [(first * root[:, None]).to(ours[0].dtype), (second.t() * root).to(ours[0].dtype)]
-
-    def one_a(ours: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not torch.equal(ours[0], ours[0][:, :1].expand_as(ours[0])):
-            raise InputError(
-                "export to fla: FLA's kda has one a for each head, and these differ from channel to channel"
-            )
-        return [ours[0][:, 0]]
-
-    bias = torch.zeros(spec.heads * value_dim)
-    if spec.make_rule().gates["g"].kind in LOW_RANK:
-        decay = [
-            same("gates.project.g.0.weight", "f_proj.0.weight"),
-            same("gates.project.g.1.weight", "f_proj.1.weight"),
-            same("gates.learned.g.log_a", "A_log"),
-        ]
-    else:
-        decay = [
-            Part(
-                ("gates.project.g.weight",),
-                ("f_proj.0.weight", "f_proj.1.weight"),
-                factors,
-                lambda theirs: [(theirs[1].double() @ theirs[0].double()).float()],
-            ),
-            Part(("gates.learned.g.log_a",), ("A_log",), one_a, lambda theirs: [theirs[0][:, None].repeat(1, key_dim)]),
-        ]
-    return [
-        *decay,
-        shaped("gates.learned.g.dt_bias", "dt_bias", (spec.heads, key_dim), (spec.heads * key_dim,)),
-        same("gate.0.weight", "g_proj.0.weight"),
-        same("gate.1.weight", "g_proj.1.weight"),
-        same("gate.1.bias", "g_proj.1.bias")
-        if spec.low_rank_bias
-        else fixed("g_proj.1.bias", bias, "the output gate has no bias without low_rank_bias"),
-        same("norm.weight", "o_norm.weight"),
-        same("out.weight", "o_proj.weight"),
-    ]
-
-
-KDA = Form(
-    "kda",
-    "KDAForCausalLM",
-    "kda",
-    options={
-        "head_dim": 128,
-        "num_heads": 16,
-        "num_v_heads": None,
-        "expand_v": 1.0,
-        "use_short_conv": True,
-        "conv_size": 4,
-        "allow_neg_eigval": False,
-        "safe_gate": False,
-        "lower_bound": None,
-    },
-    fixed={},
-    config=_kda,
-    settings=_from_kda,
-    parts=lambda spec: [*projections(spec, QKV, CONVS), _beta(), *_kda_decay(spec)],
-)
-
-
 def _delta_product(spec: ModelSpec) -> dict[str, Any]:
     name = "gated_deltaproduct"
     plain(spec, name, qk_heads=(None, spec.heads))
     needs_features(spec, name, "unit")
     rule = of_rule(spec, name, g=("mamba2_decay", gates.const(0)))
-    heads = _heads_of(spec)
+    heads = heads_of(spec)
     del heads["num_v_heads"]
     return {
         **heads,
@@ -429,7 +344,7 @@ def _from_delta_product(options: Mapping[str, Any]) -> dict[str, Any]:
     decay: dict[str, Any] = {"mamba2_decay": {}} if options["use_forget_gate"] else {"const": {"value": 0.0}}
     beta = beta_of(options["allow_neg_eigval"])
     return {
-        **_heads_from(options),
+        **heads_from(options),
         "rule": {"name": "delta_product", "n_h": options["num_householder"], "beta": beta, "g": decay},
         "output_gate": "silu" if options["use_output_gate"] else False,
     }
@@ -437,7 +352,7 @@ def _from_delta_product(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _delta_product_parts(spec: ModelSpec) -> list[Part]:
     decays = not spec.make_rule().gates["g"].constant
-    return [*projections(spec, QKV, CONVS), *(_decay() if decays else []), _beta(), *norm_and_gate(spec)]
+    return [*projections(spec, QKV, CONVS), *(decay_of() if decays else []), beta_part(), *norm_and_gate(spec)]
 
 
 DELTA_PRODUCT = Form(

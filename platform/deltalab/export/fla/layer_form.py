@@ -53,8 +53,13 @@ class Form:
         config: Turns our model into options.
         settings: Turns options into settings of `ModelSpec`.
         parts: Lists the parameters of a layer of our model.
+        takes: Whether a layer is of this type, where a rule has several; the others' refusals would say nothing of it.
         idle: The options that FLA's model ignores.
         block: The block of `ModelSpec`.
+        hybrid: Whether single layers may be softmax attention, by FLA's option `attn`.
+        trunk: FLA's name of the model without its output matrix.
+        last_norm: FLA's name of the norm before the output matrix.
+        mixer: FLA's name of a block's mixer; the name of the norm before it begins with it, but for mamba blocks.
     """
 
     model_type: str
@@ -65,8 +70,13 @@ class Form:
     config: Callable[[ModelSpec], dict[str, Any]]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     parts: Callable[[ModelSpec], list[Part]]
+    takes: Callable[[ModelSpec], bool] = lambda spec: True
     idle: tuple[str, ...] = ()
     block: str = "transformer"
+    hybrid: bool = True
+    trunk: str = "model"
+    last_norm: str = "norm"
+    mixer: str = "attn"
 
 
 def same(ours: str, theirs: str) -> Part:
@@ -208,11 +218,25 @@ def of_rule(spec: ModelSpec, model_type: str, **allowed: tuple[object, ...]) -> 
         value = getattr(rule, name)
         kind = value.kind if isinstance(value, Gate) else str(value)
         if value not in values and kind not in values:
-            wants = " or ".join(map(str, values))
+            add = " or ".join(f"`--set rule.{name}={setting(other)}`" for other in values)
             raise InputError(
-                f"export to fla: FLA's {model_type} has no equal of {rule.name}.{name} {value}; it needs {wants}"
+                f"export to fla: FLA's {model_type} has no equal of {rule.name}.{name} {value}; add {add}, and the "
+                "model starts untrained"
             )
     return rule
+
+
+def setting(value: object) -> str:
+    """Returns the text of a knob's value in YAML.
+
+    Examples:
+        >>> from deltalab import gates
+        >>> setting(gates.const(1)), setting(gates.sigmoid()), setting("mamba2_decay"), setting(True)
+        ('1', 'sigmoid', 'mamba2_decay', 'true')
+    """
+    if not isinstance(value, Gate):
+        return _yaml(value)
+    return f"{value.low:g}" if value.kind == "const" else value.kind
 
 
 def twice(beta: Gate, model_type: str) -> bool:

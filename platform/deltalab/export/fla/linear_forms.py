@@ -1,11 +1,9 @@
 """The forms of linear attention with and without decay."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deltalab.errors import InputError
 from deltalab.export.fla.layer_form import (
@@ -13,10 +11,8 @@ from deltalab.export.fla.layer_form import (
     QKV,
     Form,
     Part,
-    channels,
     conv_from,
     conv_of,
-    expanded,
     features,
     fixed,
     gate_of,
@@ -25,7 +21,6 @@ from deltalab.export.fla.layer_form import (
     of_rule,
     plain,
     projections,
-    ratio,
     same,
     shares_of,
     widths_from,
@@ -320,121 +315,3 @@ LIGHTNET = Form(
         same("out.weight", "o_proj.weight"),
     ],
 )
-
-
-# Mamba-2: one matrix for all projections, q and k shared by all heads, no MLP.
-
-
-def _mamba2(spec: ModelSpec) -> dict[str, Any]:
-    name, (key_dim, value_dim) = "mamba2", spec.head_dims
-    plain(
-        spec, name, qk_heads=(None, 1), output_norm=("rms_all",), output_gate=("silu_before_norm",), scale=(None, 1.0),
-        conv_bias=(False, True), skip=(False, True),
-    )  # fmt: skip
-    needs_features(spec, name, "silu")
-    of_rule(spec, name, beta=("mamba2_step",))
-    if not spec.conv:
-        raise InputError("export to fla: FLA's mamba2 has no equal of model.conv 0; it needs a convolution")
-    return {
-        "expand": ratio(spec.heads * value_dim, spec.d_model),
-        "head_dim": value_dim,
-        "state_size": key_dim,
-        "n_groups": 1,
-        "conv_kernel": spec.conv,
-        "use_conv_bias": spec.conv_bias,
-        "hidden_act": "silu",
-        "chunk_size": spec.chunk_size,
-    }
-
-
-def _from_mamba2(options: Mapping[str, Any]) -> dict[str, Any]:
-    heads = expanded(options["hidden_size"], options["expand"]) // options["head_dim"]
-    return {
-        "heads": heads,
-        "key_dim": options["state_size"],
-        "expand_v": options["head_dim"] / options["state_size"],
-        "conv": options["conv_kernel"],
-        "rule": "mamba2",
-        "conv_bias": options["use_conv_bias"],
-        "skip": True,
-        "output_norm": "rms_all",
-        "output_gate": "silu_before_norm",
-        "block": "mamba",
-    }
-
-
-def _mamba2_parts(spec: ModelSpec) -> list[Part]:
-    heads, (q, k, v) = spec.heads, channels(spec)
-
-    def split(ours: Sequence[Tensor]) -> Sequence[Tensor]:
-        gate, qkv, step = ours
-        return [torch.cat([gate, *reversed(qkv.split([q, k, v])), step])]
-
-    def join(theirs: Sequence[Tensor]) -> Sequence[Tensor]:
-        gate, *vkq, step = theirs[0].split([v, v, k, q, heads])
-        return [gate, torch.cat(vkq[::-1]), step]
-
-    bias = Part(
-        ("conv_bias",),
-        ("conv1d.bias",),
-        lambda ours: [torch.cat(ours[0].split([q, k, v])[::-1])],
-        lambda theirs: [torch.cat(theirs[0].split([v, k, q])[::-1])],
-    )
-    biases = [bias] if spec.conv_bias else []
-    return [
-        Part(("gate.weight", "qkv.weight", "gates.project.g.weight"), ("in_proj.weight",), split, join),
-        Part(
-            ("conv",),
-            ("conv1d.weight",),
-            lambda ours: [torch.cat(ours[0].split([q, k, v], dim=1)[::-1], dim=1).t().unsqueeze(1).contiguous()],
-            lambda theirs: [torch.cat(theirs[0].squeeze(1).split([v, k, q])[::-1]).t().contiguous()],
-        ),
-        same("gates.learned.g.log_a", "A_log"),
-        same("gates.learned.g.dt_bias", "dt_bias"),
-        *biases,
-        same("skip", "D")
-        if spec.skip
-        else fixed("D", torch.zeros(heads), "our layer has no skip from v to the output"),
-        same("norm.weight", "norm.weight"),
-        same("out.weight", "out_proj.weight"),
-    ]
-
-
-MAMBA2 = Form(
-    "mamba2",
-    "Mamba2ForCausalLM",
-    "mamba2",
-    options={
-        "num_hidden_layers": 48,
-        "norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "expand": 2,
-        "head_dim": 64,
-        "state_size": 128,
-        "n_groups": 1,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "D_has_hdim": False,
-        "dt_limit": [0.0, math.inf],
-        "rmsnorm": True,
-        "norm_before_gate": False,
-    },
-    fixed={
-        "hidden_act": "silu",
-        "n_groups": 1,
-        "use_bias": False,
-        "D_has_hdim": False,
-        "dt_limit": [0.0, math.inf],
-        "rmsnorm": True,
-        "norm_before_gate": False,
-    },
-    config=_mamba2,
-    settings=_from_mamba2,
-    parts=_mamba2_parts,
-    idle=(
-        "A_init_range", "chunk_size", "conv_init", "dt_init_floor", "dt_max", "dt_min", "num_heads",
-        "rescale_prenorm_residual", "residual_in_fp32",
-    ),
-    block="mamba",
-)  # fmt: skip
