@@ -71,6 +71,13 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": "retnet", "features": "raw", "conv": 0, "rope": True, "output_gate": "silu", "kv_heads": 1},
         "RetNet", {"num_heads": 2},
     ),
+    "hgrn": (
+        {
+            "rule": "min_gru", "features": "silu", "conv": 0, "scale": 1.0, "output_norm": "rms_all",
+            "output_gate": "silu", "expand_v": 2.0,
+        },
+        "HGRN", {"expand_ratio": 2, "use_lower_bound": False},
+    ),
     "hgrn2": (
         {"rule": "hgrn2", "features": "silu_qk", "conv": 0, "output_norm": "rms_all", "output_gate": False},
         "HGRN2", {"expand_ratio": 32, "use_lower_bound": False, "norm_eps": 1e-5},
@@ -119,8 +126,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "Raven", {"num_heads": 2, "num_slots": 8, "topk": 3, "norm_eps": 1e-5},
     ),
     "log_linear_mamba2": (
-        {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 16, "expand_v": 2.0},
-        "LogLinearMamba2", {"head_dim": 32, "state_size": 16},
+        {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 64, "expand_v": 0.5},
+        "LogLinearMamba2", {"head_dim": 32, "state_size": 64},
     ),
     "latent_attention": (
         {
@@ -243,7 +250,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[in
     """Computes flash_attn_func by PyTorch's attention: q [B, T, H, K], k and v [B, T, G, K]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    places = torch.arange(k.shape[2], device=q.device)
+    distance = places[k.shape[2] - q.shape[2] :, None] - places
     mask = (distance >= 0) & (distance <= (window_size[0] if window_size[0] >= 0 else distance.max()))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 

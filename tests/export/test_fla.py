@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.folders import DOCS
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.export.fla.conversion import FORMS, SHARED, from_fla, to_fla, why_not
+from deltalab.export.fla.conversion import FORMS, SHARED, WHY_NOT, from_fla, to_fla, why_not
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import list_rules
@@ -43,6 +44,10 @@ OURS: dict[str, dict[str, Any]] = {
     "gla": {"rule": "gla", "features": "silu", "output_gate": "silu", "low_rank_bias": True},
     "gla without convolution": {"rule": "gla", "features": "silu_qk", "conv": 0, "output_gate": False},
     "retnet": {"rule": "retnet", **RAW, "rope": True, "kv_heads": 1},
+    "hgrn": {
+        "rule": "min_gru", "features": "silu", "conv": 0, "scale": 1.0, "output_norm": "rms_all", "output_gate": "silu",
+        "heads": 1, "key_dim": 1, "expand_v": 32.0,
+    },
     "hgrn2": {"rule": "hgrn2", "features": "silu_qk", "conv": 0, "output_norm": "rms_all", "output_gate": False},
     "linear attention": {"rule": "linear_attention", **RAW},
     "mamba2": {
@@ -59,7 +64,7 @@ OURS: dict[str, dict[str, Any]] = {
     "preconditioned": {"rule": "preconditioned_gated_deltanet", "output_gate": "silu"},
     "gsa": {"rule": "gsa@published", "features": "silu"},
     "raven": {"rule": "raven", **SLOTS},
-    "log-linear": {"rule": "log_linear_attention@published", "mlp_width": 256},
+    "log-linear": {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 64, "expand_v": 0.5},
     "latent attention": {
         "rule": {"name": "attention", "window": 5}, **ATTENTION, "key_dim": 12, "expand_v": 0.5, "kv_rank": 4,
         "q_rank": 6, "rope_dim": 8,
@@ -190,6 +195,19 @@ def test_shards_are_read_with_their_index(tmp_path: Path) -> None:
     assert torch.equal(from_fla(tmp_path)[1]["embed.weight"], weights["model.embeddings.weight"])
 
 
+def rows(page: str, header: str) -> list[list[str]]:
+    """The cells of the rows of a table of `docs/reference/fla.md`, without backquotes."""
+    table = page.split(f"| {header}", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [[cell.strip().strip("`") for cell in row.strip("|").split(" | ")] for row in table]
+
+
+def test_the_page_lists_the_forms_and_the_rules_without_one() -> None:
+    page = (DOCS / "reference/fla.md").read_text(encoding="utf-8")
+    listed = [tuple(row[:2]) for row in rows(page, "rule | model of FLA")]
+    assert sorted(listed) == sorted((form.rule, form.model_type) for form in FORMS)
+    assert dict(rows(page, "rule without an equal")) == WHY_NOT
+
+
 def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
     taken = {form.rule for form in FORMS}
     for rule in list_rules():
@@ -232,6 +250,19 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
         ({"rule": {"name": "gated_deltanet", "g": "gla_decay"}}, "no equal of gated_deltanet.g gla_decay"),
         ({"rule": "gated_deltanet", "layers": ["rule", "deltanet"]}, "FLA's layers are alike, but for those of att"),
         ({"rule": "attention", **ATTENTION, "key_dim": 4}, "the heads of FLA's attention share the model's width"),
+        (
+            {"rule": "log_linear_attention@published", "mlp_width": 256, "scale": 1.0},
+            "takes keys of a multiple of 64 and values of a power of 2, not 8 and 8 channels; give model.key_dim",
+        ),
+        (
+            {"rule": "log_linear_attention"},
+            "FLA's log_linear_mamba2 has no equal of model.output_norm true; add `--set",
+        ),
+        ({"rule": "attention", **ATTENTION, "kv_rank": 4}, "FLA's mla has no equal of model.rope_dim null; add"),
+        (
+            {"rule": "mamba2@published", "block": "mamba", "layers": 2, "attention": [1]},
+            "FLA's mamba2 takes no layers of attention; layer 1 is",
+        ),
         ({"rule": "retnet", **RAW}, "no equal of model.rope false; add `--set model.rope=true`"),
     ],
 )

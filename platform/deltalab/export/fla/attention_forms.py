@@ -275,7 +275,7 @@ LATENT = Form(
         "window_size": None,
         "rope_theta": ROPE,
         "rope_scaling": None,
-        "rope_parameters": None,
+        "rope_parameters": {"rope_theta": ROPE, "rope_type": "default"},
     },
     # The norms of latents have this eps, whatever the option says.
     fixed={"rope_scaling": None, "norm_eps": EPS},

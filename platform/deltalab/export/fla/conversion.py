@@ -24,7 +24,7 @@ from deltalab.export.fla.delta_forms import (
     UNDECAYED,
 )
 from deltalab.export.fla.layer_form import Form, Part, needs, same
-from deltalab.export.fla.linear_forms import GLA, HGRN2, LIGHTNET, LINEAR_ATTENTION, RETNET
+from deltalab.export.fla.linear_forms import GLA, HGRN, HGRN2, LIGHTNET, LINEAR_ATTENTION, RETNET
 from deltalab.export.fla.mamba_forms import LOG_LINEAR_MAMBA2, MAMBA2
 from deltalab.export.fla.slot_forms import ABC, GSA, RAVEN
 from deltalab.models.block import swiglu_width
@@ -33,7 +33,7 @@ from deltalab.models.spec import ModelSpec
 
 FORMS = (
     GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED, PRECONDITIONED_KDA,
-    GLA, RETNET, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, GSA, RAVEN, MAMBA2, LOG_LINEAR_MAMBA2,
+    GLA, RETNET, HGRN, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, GSA, RAVEN, MAMBA2, LOG_LINEAR_MAMBA2,
     FORGETTING, TRANSFORMER, LATENT,
 )  # fmt: skip
 """All forms. If a rule has several forms, they are tried in this order."""
@@ -41,14 +41,13 @@ FORMS = (
 WHY_NOT = {
     "based": "FLA has this layer, and no model of it",
     "gated_deltanet2": "FLA has this layer, and no model of it",
-    "hgrn": "FLA's HGRN is real, ours is complex as in its paper",
+    "hgrn": "FLA's HGRN is real, ours is complex as in its paper; rule min_gru is FLA's",
     "mamba": "FLA's Mamba has a step for each channel of the model, and no heads",
-    "mamba3": "FLA's Mamba-3 normalizes q and k, adds biases to them, and skips from v to the output",
-    "mesa_net": "FLA's gates have biases, and its v neither convolution nor SiLU",
-    "min_gru": "FLA's HGRN, which is this recurrence, takes SiLU of v, and has a norm over all heads times a gate",
+    "mamba3": "FLA's Mamba-3 runs by kernels of the package mamba_ssm, to which no conversion has been held",
+    "mesa_net": "FLA's v goes through no convolution, ours through that of q and k",
     "mom": "FLA's router belongs to the layer, ours to each head",
     "momentum_deltanet": "FLA has this layer, and no model of it",
-    "path_attention": "FLA's beta has a bias, ours none",
+    "path_attention": "FLA's beta has a bias, ours none, and its convolution leaves out q, k and v",
     "rebased": "FLA has this layer, and no model of it",
     "rodimus": "FLA's gates read a short convolution of twice the model's width, which is also a residual",
     "rwkv6": "FLA's blocks have LayerNorm, a squared-ReLU MLP and token shifts that depend on the input",

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from deltalab import gates
 from deltalab.errors import InputError
 from deltalab.export.fla.layer_form import (
     CONVS,
@@ -21,6 +22,7 @@ from deltalab.export.fla.layer_form import (
     of_rule,
     plain,
     projections,
+    ratio,
     same,
     shares_of,
     widths_from,
@@ -240,6 +242,53 @@ HGRN2 = Form(
     parts=lambda spec: [
         *projections(spec, ("q_proj", None, "i_proj"), CONVS),
         same("gates.project.g.weight", "f_proj.weight"),
+        *norm_and_gate(spec, "g_norm"),
+    ],
+    idle=("conv_size",),
+)
+
+
+# HGRN without lower bounds: a gated mean of each channel, which has neither keys nor heads.
+
+
+def _hgrn(spec: ModelSpec) -> dict[str, Any]:
+    name, (_, value_dim) = "hgrn", spec.head_dims
+    plain(
+        spec, name, qk_heads=(None, spec.heads), conv=(0,), scale=(1.0,), output_norm=("rms_all",),
+        output_gate=("silu",),
+    )  # fmt: skip
+    needs_features(spec, name, "silu")
+    of_rule(spec, name, z=(gates.value_sigmoid(rank=0),))
+    width = spec.heads * value_dim
+    return {"expand_ratio": ratio(width, spec.d_model), "use_short_conv": False, "use_lower_bound": False}
+
+
+def _from_hgrn(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "heads": 1,
+        "key_dim": 1,
+        "expand_v": float(int(options["hidden_size"] * options["expand_ratio"])),
+        "conv": 0,
+        "rule": "min_gru",
+        "features": "silu",
+        "scale": 1.0,
+        "output_norm": "rms_all",
+        "output_gate": "silu",
+    }
+
+
+HGRN = Form(
+    "hgrn",
+    "HGRNForCausalLM",
+    "min_gru",
+    options={"expand_ratio": 1, "use_short_conv": False, "use_lower_bound": True},
+    fixed={"use_short_conv": False, "use_lower_bound": False},
+    config=_hgrn,
+    settings=_from_hgrn,
+    parts=lambda spec: [
+        *projections(spec, (None, None, "i_proj"), CONVS),
+        # FLA has the gate that forgets, 1 - z.
+        Part(("gates.project.z.weight",), ("f_proj.weight",), lambda x: [-x[0]], lambda x: [-x[0]]),
         *norm_and_gate(spec, "g_norm"),
     ],
     idle=("conv_size",),

@@ -180,6 +180,12 @@ def _log_linear(spec: ModelSpec) -> dict[str, Any]:
             f"scaled_level_strength`, which has {LEVELS} levels, and the model starts untrained"
         )
     needs(spec, name, mlp_width=(_mlp_width(spec.d_model),))
+    key_dim, value_dim = spec.head_dims
+    if key_dim % 64 or value_dim & (value_dim - 1):
+        raise InputError(
+            f"export to fla: FLA's {name} takes keys of a multiple of 64 and values of a power of 2, not {key_dim} and "
+            f"{value_dim} channels; give model.key_dim and model.expand_v"
+        )
     return {**options, "use_bias": False, "residual_in_fp32": False, "chunk_size": 64}
 
 
