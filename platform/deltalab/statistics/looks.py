@@ -46,7 +46,7 @@ def seeds_of_base(seeds: int | Mapping[str, Any]) -> int | None:
     return None if isinstance(seeds, int) else seeds.get("base")
 
 
-def trained_in_parts(seeds: int | Mapping[str, Any], *, is_base: bool) -> tuple[int, ...]:
+def trained_in_parts(seeds: int | Mapping[str, Any], *, is_base: bool, one_by_one: bool = False) -> tuple[int, ...]:
     """Returns how many seeds an arm has trained after each trial of a candidate, if it does not stop before the last.
 
     The base trains its further seeds in a trial of their own, so that those of the arms are a trial that other studies
@@ -55,14 +55,18 @@ def trained_in_parts(seeds: int | Mapping[str, Any], *, is_base: bool) -> tuple[
     Args:
         seeds: The key `seeds` of the study's file.
         is_base: Whether the arm is the base.
+        one_by_one: Whether each seed is a trial of its own, as in a study with an engine, whose runs take hours.
 
     Examples:
         >>> trained_in_parts({"arms": 6, "base": 16}, is_base=True), trained_in_parts(7, is_base=True)
         ((6, 16), (7,))
+        >>> trained_in_parts(3, is_base=True, one_by_one=True)
+        (1, 2, 3)
     """
     parts = tuple(look.seeds for look in looks_of(seeds))
     further = seeds_of_base(seeds) if is_base else None
-    return parts if further is None else (*parts, further)
+    parts = parts if further is None else (*parts, further)
+    return tuple(range(1, parts[-1] + 1)) if one_by_one else parts
 
 
 def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Look, ...]:

@@ -63,7 +63,8 @@ def _further(plan: Plan, store: Store) -> Iterator[Plan]:
             spec = _with(plan.spec, **same, seeds=earlier)
         except InputError:  # A name or a family that an early release allowed.
             continue
-        if replace(plan, spec=spec, profile=study.profile).identity == study.identity:
+        compared = tuple(study.provenance.get("compare", ()))
+        if replace(plan, spec=spec, profile=study.profile, further=compared).identity == study.identity:
             if plan.spec.seeds_of_base is not None or seeds_of_base(earlier) is not None:
                 raise InputError(
                     f"{plan.study_file}: seeds: '{study.address}' has tested these arms with {json.dumps(earlier)}; "

@@ -87,6 +87,8 @@ class Plan:
             "arms": self.names,
             "trials": keys,
         }
+        if self.spec.engine:
+            computed["seeds"] = self.spec.trained_in_parts(is_base=False)[-1]
         if len(self.spec.looks) > 1:
             computed["looks"] = [look.seeds for look in self.spec.looks]
         if any(look.spent > ALPHA for look in self.spec.looks):
@@ -244,7 +246,7 @@ class Plan:
             number: The number of the candidate.
             values: The candidate's values by path.
             part: Which of the arm's trials of the candidate it is: the look for which its seeds are added, or 1 for
-                the further seeds of the base.
+                the further seeds of the base. With an engine, each seed is a part.
             rung: The rung of successive halving; None for the whole training.
 
         Raises:

@@ -32,7 +32,7 @@ class ArmTrials:
         tried: The values of each candidate that every seed trains, by the candidate's number; None until the candidates
             are known.
         trials: (candidate, part) -> the trial; None while the trial runs. A part is a look, or the further seeds of the
-            base.
+            base; with an engine, a seed.
         stopped: Whether the arm gets no further seeds.
     """
 
@@ -140,9 +140,14 @@ class ConfirmPhase:
                     trials.tried = self._to_try(trials)
             asked: list[tuple[ArmTrials, Job, int]] = []
             for trials in running:
-                further = len(self._parts(trials)) - len(self._plan.spec.looks)
+                looks = self._plan.spec.looks
+                due = [
+                    part
+                    for part, seeds in enumerate(self._parts(trials))
+                    if seeds <= looks[family.look].seeds or seeds > looks[-1].seeds  # the base's further seeds
+                ]
                 for number, values in (trials.tried or {}).items():
-                    for part in range(family.look + 1 + further):
+                    for part in due:
                         if (number, part) not in trials.trials:
                             trials.trials[number, part] = None
                             asked.append((trials, self._plan.job(trials.arm, "confirm", number, values, part), part))

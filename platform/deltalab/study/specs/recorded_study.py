@@ -100,6 +100,11 @@ class RecordedSpec:
         return bool(self.values.get("scales"))
 
     @property
+    def has_engine(self) -> bool:
+        """Whether an engine of real training trained the runs, each seed as a trial of its own."""
+        return bool(self.values.get("engine"))
+
+    @property
     def is_extended(self) -> bool:
         """Whether tuning moves on beyond a range whose end is best."""
         return bool((self.values.get("tune") or {}).get("extend"))
@@ -152,7 +157,7 @@ class RecordedSpec:
 
     def trained_in_parts(self, *, is_base: bool) -> tuple[int, ...]:
         """How many seeds an arm has trained after each trial of a candidate, if it does not stop before the last."""
-        return trained_in_parts(self.values["seeds"], is_base=is_base)
+        return trained_in_parts(self.values["seeds"], is_base=is_base, one_by_one=self.has_engine)
 
     @property
     def is_further_look(self) -> bool:

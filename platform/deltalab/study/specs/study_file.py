@@ -353,7 +353,7 @@ class StudySpec(_Strict):
 
     def trained_in_parts(self, *, is_base: bool) -> tuple[int, ...]:
         """How many seeds an arm has trained after each trial of a candidate, if it does not stop before the last."""
-        return trained_in_parts(self._seeds, is_base=is_base)
+        return trained_in_parts(self._seeds, is_base=is_base, one_by_one=self.engine is not None)
 
     @property
     def _seeds(self) -> int | dict[str, Any]:
