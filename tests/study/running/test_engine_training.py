@@ -22,6 +22,8 @@ from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task
 from deltalab.store import Store
+from deltalab.study.forecast.engine_costs import BESIDE_STEPS
+from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import plan_study
 from deltalab.study.reports.report import open_report
 from deltalab.study.running.run import run_study_file
@@ -125,9 +127,10 @@ def test_each_seed_is_a_trial_of_its_own_that_more_seeds_keep(packed: Path) -> N
 
 
 def test_a_plan_says_what_an_engine_takes(packed: Path) -> None:
-    from deltalab.study.forecast.estimate import estimate
-
-    notes = [note for note in estimate(plan_study(study(packed))).notes if note.startswith("engine: ")]
+    forecast = estimate(plan_study(study(packed)), workers=1)
+    assert forecast.seconds is not None
+    assert forecast.seconds > 4 * BESIDE_STEPS["cpu"], "each of 4 runs starts an engine"
+    notes = [note for note in forecast.notes if note.startswith("engine: ")]
     tokens = 4 * 40 * 8 * LENGTH
     assert len(notes) == 1
     assert f"trains 4 runs one by one on 2 processes each: {tokens:,} tokens" in notes[0]

@@ -26,7 +26,7 @@ from deltalab.statistics.joint_test import ALPHA, seeds_needed, smallest_p
 from deltalab.statistics.unbalanced import RELABELLINGS
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.forecast.designs import advice
-from deltalab.study.forecast.engine_costs import engine_notes
+from deltalab.study.forecast.engine_costs import beside_steps, engine_notes
 from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups, seeds_to_equal
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step, scaled_step, timed_step
 from deltalab.study.planning.plan import Plan, PlannedArm
@@ -245,7 +245,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             state_size=None if math.isnan(cost.cache.state) else int(cost.cache.state),
             kv_cache=cost.cache.kv,
             conv_cache=cost.cache.conv,
-            seconds=None if step is None else (searched + runs) * step * _steps(training),
+            seconds=None if step is None else (searched + runs) * (step * _steps(training) + beside_steps(plan)),
         )
         for arm, runs, (cost, dead), training, step in zip(
             plan.arms, confirmed, costs, trainings, times.steps, strict=True
