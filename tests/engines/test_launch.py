@@ -168,6 +168,17 @@ def test_a_process_takes_at_once_what_fits_and_divides_its_share() -> None:
         micro_batch(given, 7)
 
 
+@pytest.mark.parametrize(("last", "status"), [(4, 0), (3, -signal.SIGABRT)])
+def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
+    lab: Path, tmp_path: Path, last: int, status: int
+) -> None:
+    training = prepared(lab, run=tmp_path / "run")
+    folder = tmp_path / f"run/checkpoints/step-{last}"
+    code = f"import os, pathlib; p = pathlib.Path({str(folder)!r}); p.mkdir(parents=True); (p / '.metadata').touch(); "
+    training.command = [sys.executable, "-c", code + "os.abort()"]
+    assert launch.start(training, say=lambda line: None) == status
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What is refused
 

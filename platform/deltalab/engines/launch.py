@@ -259,16 +259,25 @@ def start(
         say(f"from {complete[-1].name}" if complete else "from the start")
         _write(launch)
         record(run)
-        if complete and int(complete[-1].name.removeprefix("step-")) >= launch.recipe["steps"]:
+        if _is_trained(launch):
             return 0  # starting the engine would take minutes
         say(launch.text())
         try:
             status = _follow(launch, say, record, stepped)
         finally:
             record(run)
+    if status and _is_trained(launch):  # PyTorch may abort while it ends its threads, when all is written
+        say(f"the engine ended with status {status} after its last checkpoint")
+        return 0
     if status:
         raise_from_log(launch)
     return status
+
+
+def _is_trained(launch: Launch) -> bool:
+    """Returns whether the checkpoint of the last step is complete."""
+    complete = checkpoints.complete_checkpoints(launch.run)
+    return bool(complete) and int(complete[-1].name.removeprefix("step-")) >= launch.recipe["steps"]
 
 
 def raise_from_log(launch: Launch) -> None:

@@ -73,6 +73,10 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": "titan"}, "engine.name"),
         ({"engine": {"name": "torchtitan", "settings": {"compiled": True}}}, "did you mean 'compile'"),
         ({"engine": {"name": "torchtitan", "settings": {"optimizer.lr": 1.0}}}, "unknown setting 'optimizer.lr'"),
+        (
+            {"engine": {"name": "torchtitan", "settings": {"validation.sequences": 0}}},
+            "unknown setting 'validation.seq",
+        ),
         ({"engine": {"name": "torchtitan", "settings": {"compile": 3}}}, "compile: must be true or false, not 3"),
         ({"engine": {"name": "torchtitan", "processes": 3}}, "base: train.batch_size 8 must be a multiple of the 3"),
         ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `platform"),
@@ -80,6 +84,16 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"resources": {"gpu": 0.5}}, "resources.gpu must be a whole number with an engine, not 0.5"),
         ({"resources": {"gpu": 1}}, "engine.processes is for CPUs"),
         ({"resources": {"gpu": 2}, "engine": None}, "resources.gpu must be at most 1 without an engine, not 2"),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["needel"]}},
+            "engine.evaluate: unknown task 'needel'; did you mean",
+        ),
+        ({"engine": {"name": "accelerate", "evaluate": ["needle"]}}, "do not fit into 64 tokens"),
+        ({"engine": {"name": "accelerate", "evaluate": ["ruler/vtt"]}}, "did you mean 'vt'"),
+        ({"engine": {"name": "accelerate", "evaluate": ["lm"], "lengths": [64]}}, "suite 'lm' has no lengths"),
+        ({"engine": {"name": "accelerate", "evaluate": ["recall"], "files": "nowhere"}}, "engine.files: nowhere: no"),
+        ({"engine": {"name": "accelerate", "limit": 4}}, "limit is of the tasks that evaluate names"),
+        ({"engine": {"name": "accelerate", "evaluate": ["proxy"]}}, "engine.evaluate: proxy asks"),
         ({"compare": {"text": ["recal_bits_per_byte"]}}, "did you mean 'recall_bits_per_byte'"),
         ({"compare": {"txt": ["loss"]}}, "compare: unknown task 'txt'; did you mean 'text'"),
         ({"compare": {"text": ["needle exact_match@16"]}}, "compare.text: unknown metric 'needle exact_match@16'"),
@@ -108,7 +122,7 @@ def test_an_engine_is_part_of_a_trial_and_its_free_settings_are_not(packed: Path
     assert with_engine == keys(engine="torchtitan")
     assert with_engine == keys(engine={"name": "torchtitan", "settings": {"compile": True}})
     assert with_engine != keys(engine={"name": "torchtitan", "settings": {"batch.documents": "reset"}})
-    assert with_engine != keys(engine={"name": "torchtitan", "evaluate": ["needle"]})
+    assert with_engine != keys(engine={"name": "torchtitan", "evaluate": ["loss"]})
 
 
 def test_each_seed_is_a_trial_of_its_own_that_more_seeds_keep(packed: Path) -> None:

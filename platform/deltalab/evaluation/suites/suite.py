@@ -98,6 +98,14 @@ def chosen(names: Iterable[str]) -> list[tuple[Suite, tuple[SuiteTask, ...]]]:
     return [(suite, tuple(task for task in suite.tasks if task.name in tasks)) for suite, tasks in suites]
 
 
+def suites_among(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Tells names of suites, and of their tasks, from names of other tasks, which come second."""
+    known, found, others = suite_names(), list[str](), list[str]()
+    for name in names:
+        (found if name.partition("/")[0] in known else others).append(name)
+    return found, others
+
+
 def lengths_of(suite: Suite, given: Sequence[int]) -> tuple[int, ...]:
     """Returns the lengths in tokens at which a suite is asked.
 

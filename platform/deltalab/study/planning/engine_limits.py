@@ -1,6 +1,17 @@
 """Refuses, while a study is planned, what its engine cannot train."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltalab.data.text_tokenizers import load_tokenizer
+from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
+from deltalab.evaluation.harness import find_tasks
+from deltalab.evaluation.loss import TIMES, too_short
+from deltalab.evaluation.needle import no_room
+from deltalab.evaluation.needle_questions import KINDS, questions
+from deltalab.evaluation.results import OWN
+from deltalab.evaluation.suites.suite import chosen, lengths_of, suites_among
 from deltalab.study.planning.plan import Plan
 from deltalab.tasks import Task
 from deltalab.tasks.text import Text
@@ -13,7 +24,8 @@ def refuse_what_no_engine_trains(plan: Plan) -> None:
     if engine is None:
         return
     for name, task in plan.tasks.items():
-        _require_packed(engine.name, name, task)
+        _require_room(engine.evaluate, _packed(engine.name, name, task), task.length)
+    _require_known(engine.evaluate, engine.lengths, engine.files)
     if any(objective.name == "decode_us" for objective in plan.objectives):
         raise InputError("search.objectives: decode_us is not measured in a study with an engine")
     processes = int(plan.spec.resources.gpu) or engine.processes
@@ -31,8 +43,43 @@ def refuse_what_no_engine_trains(plan: Plan) -> None:
             raise InputError(f"{where}: {text.replace('batch.micro', 'engine.settings.batch.micro')}") from None
 
 
-def _require_packed(engine: str, name: str, task: Task) -> None:
-    """Raises `InputError` if a task is not language modelling on packed data."""
+def _require_known(names: Sequence[str], lengths: Sequence[int], files: str | None) -> None:
+    """Raises `InputError` if `platform eval` cannot ask one of the tasks of a model that an engine trained."""
+    of_suites, tasks = suites_among(names)
+    if files is not None and not Path(files).is_dir():
+        raise InputError(f"engine.files: {files}: no such folder")
+    if "proxy" in tasks:
+        raise InputError("engine.evaluate: proxy asks the task that a model comes from, which is this study's own")
+    try:
+        for suite, _ in chosen(of_suites):
+            lengths_of(suite, lengths)
+        find_tasks([task for task in tasks if task not in OWN], None)
+    except InputError as error:
+        raise InputError(f"engine.evaluate: {str(error).removeprefix('--suite: ')}") from None
+
+
+def _require_room(names: Sequence[str], data: Packed, length: int) -> None:
+    """Raises `InputError` if the test split or the longest texts are too short for a task that `evaluate` names."""
+    split = data.split("test")
+    if "loss" in names and not split.rows(length):
+        raise InputError(f"engine.evaluate: task 'loss': {too_short(split, length)}")
+    if not (needles := [name for name in names if name in KINDS]):
+        return
+    tokenizer, _ = load_tokenizer(str(data.folder))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    for name in needles:
+        filler = split if name == "needle_text" else None
+        if not any(True for n in TIMES for _ in questions(encode, n * length, 1, KINDS[name], filler=filler)):
+            raise InputError(
+                f"engine.evaluate: task '{name}': {no_room(length, filler)}".removesuffix(": give --length")
+            )
+
+
+def _packed(engine: str, name: str, task: Task) -> Packed:
+    """Returns the data of a task. Raises `InputError` if the task is not language modelling on packed data."""
     if not isinstance(task, Text):
         raise InputError(f"engine: {engine} trains language models: task '{name}' is {task.name}, and must be text")
     if task.packed is None:
@@ -40,3 +87,4 @@ def _require_packed(engine: str, name: str, task: Task) -> None:
             f"engine: {engine} trains on packed data: task.{name}.corpus must be a folder that `platform data pack` "
             f"wrote, not {task.corpus or 'the text that comes with deltalab'}"
         )
+    return task.packed

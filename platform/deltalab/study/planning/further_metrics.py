@@ -36,7 +36,8 @@ def further_metrics(spec: StudySpec, tasks: Mapping[str, Task]) -> list[dict[str
         name = task_of(label, spec.scales.model_dump() if spec.scales else None, [*spec.task])
         for metric in spec.compare.get(name, ()):
             known = [other for other in metrics_of(task) if other != task.metric]
-            if metric not in known and metric.partition(" ")[0] not in evaluated:
+            asked = metric.partition(" ")[0]
+            if metric not in known and not {asked, asked.partition("/")[0]} & {*evaluated}:
                 by_evaluation = [f"{evaluation} METRIC" for evaluation in evaluated]
                 raise unknown("metric", metric, [*known, *by_evaluation], where=f"compare.{name}")
             plain = metric.rpartition(" ")[2].partition("@")[0]

@@ -1,6 +1,6 @@
 """The section `engine`: the program for real training by which a study trains each of its runs."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -9,7 +9,10 @@ from deltalab.export.recipe import check_setting
 from deltalab.study.specs.search_space import Strict, Whole
 from deltalab.training.recipe_keys import FREE, default_settings
 
-SETTINGS = ("batch.documents", *(key for key in default_settings() if key.startswith(FREE)))
+SETTINGS = (
+    "batch.documents",
+    *(key for key in default_settings() if key.startswith(FREE) and not key.startswith("validation.")),
+)
 """The settings of an engine's recipe that no key of a study stands for."""
 
 
@@ -21,13 +24,20 @@ class Engine(Strict):
         processes: The processes of a training on CPUs. With `resources: {gpu: N}`, each of N GPUs has one.
         settings: Settings of the engine's recipe, such as `compile: true` or `batch.micro: 4`. All others are keys of
             the study itself, such as `train.lr`.
-        evaluate: Tasks of `platform eval` on which each trained model is measured, such as `needle`.
+        evaluate: Tasks and suites of `platform eval` on which each trained model is measured, such as `needle`,
+            `recall` or `ruler/vt`. A suite's name wins over that of a task of lm-evaluation-harness.
+        lengths: The tokens of the suites' texts; empty for those of the suites.
+        limit: The examples of each of these tasks; None for the tasks' own numbers.
+        files: A folder with copies of the data sets that the suites ask, in place of the Hub.
     """
 
     name: Literal["torchtitan", "accelerate"]
     processes: Annotated[Whole, Field(ge=1, le=1024)] = 1
     settings: dict[str, Any] = {}  # noqa: RUF012 pydantic copies it
     evaluate: tuple[str, ...] = ()
+    lengths: tuple[Annotated[Whole, Field(ge=1)], ...] = ()
+    limit: Annotated[Whole, Field(ge=1)] | None = None
+    files: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -46,8 +56,16 @@ class Engine(Strict):
                 raise ValueError(str(error)) from None
         return raw
 
+    @model_validator(mode="after")
+    def _asks_something(self) -> Self:
+        for key in ("lengths", "limit", "files"):
+            if getattr(self, key) and not self.evaluate:
+                raise ValueError(f"{key} is of the tasks that evaluate names, and it names none")
+        return self
+
     @property
     def learns_by(self) -> dict[str, Any]:
         """What of the section changes the numbers of a trial, and so is part of its key."""
         documents = self.settings.get("batch.documents", default_settings()["batch.documents"])
-        return {"name": self.name, "documents": documents, "evaluate": list(self.evaluate)}
+        asked = {"evaluate": list(self.evaluate), "lengths": list(self.lengths), "limit": self.limit}
+        return {"name": self.name, "documents": documents} | {key: value for key, value in asked.items() if value}

@@ -9,7 +9,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ import torch
 from deltalab.data.token_shards import Packed
 from deltalab.engines import checkpoints, launch
 from deltalab.evaluation import evaluate, results
+from deltalab.evaluation.harness import HarnessOptions
 from deltalab.evaluation.model_folder import open_model
+from deltalab.evaluation.suites.measure import SuiteOptions, measure
+from deltalab.evaluation.suites.suite import suites_among
 from deltalab.export.recipe import make_recipe
 from deltalab.export.source import Source
 from deltalab.export.write import export
@@ -142,6 +145,9 @@ def _run(
         raise RuntimeError(f"{engine['name']} ended with status {status}: {reason}")
     metrics = _curves(run, task)
     *older, newest = checkpoints.complete_checkpoints(run)
+    if not any((split, step) == ("validation", train.steps) for split, _, step, _ in metrics):
+        shutil.rmtree(newest)  # the engine was killed after its last checkpoint, before it measured that
+        raise Lost(f"{run}: the last step was not validated", "infrastructure")
     for checkpoint in older:
         shutil.rmtree(checkpoint)
     speeds = [value for split, name, _, value in metrics if (split, name) == ("train", "tokens_per_second")]
@@ -155,7 +161,7 @@ def _run(
     metrics += _measured(task, member, seed, weights, test=job.stage == "confirm", beat=beat)
     if engine["evaluate"] and job.stage == "confirm":
         beat("evaluating the trained model")
-        metrics += _evaluated(run, task, engine["evaluate"], train.steps)
+        metrics += _evaluated(run, task, engine, train.steps)
     return RunResult(seed, None, metrics, weights), speed
 
 
@@ -192,10 +198,15 @@ def _measured(
     return [*result.metrics, *trial.costs()]
 
 
-def _evaluated(run: Path, task: Text, names: list[str], step: int) -> list[Metric]:
-    """Measures a run on tasks of `platform eval`, whose values are metrics of the test split."""
+def _evaluated(run: Path, task: Text, engine: Mapping[str, Any], step: int) -> list[Metric]:
+    """Measures a run on what the section `engine` evaluates. The values are metrics of the test split."""
+    suites, tasks = suites_among(engine["evaluate"])
+    files = None if engine["files"] is None else Path(engine["files"])
+    how = HarnessOptions(files=files)
     with open_model(str(run), trusted=True) as folder:
-        found = evaluate.evaluate(folder, names, data=_packed(task), split="test")
+        found = evaluate.evaluate(folder, tasks, data=_packed(task), split="test", limit=engine["limit"], options=how)
+        options = SuiteOptions(_packed(task), "test", task.length, engine["lengths"], engine["limit"], how)
+        of_suites, _, _ = measure(folder, suites, options)
+    found += of_suites
     results.write(found, run, {"weights": None, "data": str(_packed(task).folder)})
-    rows = [asdict(result) for result in found]
-    return [("test", f"{row['task']} {row['metric']}", step, float(row["value"])) for row in rows]
+    return [("test", f"{result.task} {result.metric}", step, float(result.value)) for result in found]
