@@ -95,6 +95,8 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": {"name": "accelerate", "limit": 4}}, "limit is of the tasks that evaluate names"),
         ({"engine": {"name": "accelerate", "evaluate": ["proxy"]}}, "engine.evaluate: proxy asks"),
         ({"compare": {"text": ["recal_bits_per_byte"]}}, "did you mean 'recall_bits_per_byte'"),
+        ({"compare": {"text": ["bits_per_byte"]}}, "compare.text: bits_per_byte is the task's own metric"),
+        ({"engine": {"name": "torchtitan", "proceses": 2}}, "engine: unknown key 'proceses'; did you mean 'processes'"),
         ({"compare": {"txt": ["loss"]}}, "compare: unknown task 'txt'; did you mean 'text'"),
         ({"compare": {"text": ["needle exact_match@16"]}}, "compare.text: unknown metric 'needle exact_match@16'"),
         ({"margin": {"recall_bits": 0.1}}, "margin: unknown metric 'recall_bits'; did you mean 'recall_bits_per_byte'"),

@@ -93,6 +93,22 @@ class RecordedScores:
                 means[trial.key] = task.sign * math.fsum(values.values()) / len(values)
         return max((trial for trial in trials if trial.key in means), key=lambda trial: means[trial.key], default=None)
 
+    def _leave_out_unmeasured(
+        self, metric: str, trials: Sequence[TrialRow], seeds: list[int], runs: dict[int, dict[int, Run]]
+    ) -> None:
+        """Takes out the seeds whose runs finished without a value of a further metric, which says nothing of the arm.
+
+        A task need not measure every metric: a slice of text may be empty. A run that did not finish stays, and counts
+        as the worst.
+        """
+        for trial in trials:
+            measured = self.finals.get(trial.key, {}).get(("test", metric), {})
+            for seed, state in trial.runs.items():
+                if state == "done" and seed not in measured and seed in seeds:
+                    seeds.remove(seed)
+                    for by_seed in runs.values():
+                        by_seed.pop(seed, None)
+
     def runs(
         self, trials: Sequence[TrialRow], metric: str, chosen_by: str | None = None, sign: int = 1
     ) -> dict[int, dict[int, Run]]:
@@ -143,6 +159,8 @@ class RecordedScores:
             if self.spec.has_engine:  # seeds end in any order
                 planned = range(0)
             seeds[arm.name] = [*planned, *(seed for seed in trained if seed not in planned)]
+            if task.chosen_by is not None:
+                self._leave_out_unmeasured(task.metric, trials, seeds[arm.name], runs[arm.name])
         block = self.looks[0].seeds if self.spec.seeds_of_base is not None else None
         return Scores(base, task.maximize, task.chance, runs, seeds, failed, task.margin, block)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deltalab.errors import unknown
+from deltalab.errors import InputError, unknown
 from deltalab.study.specs.ladder_sizes import task_of
 from deltalab.study.specs.study_file import StudySpec
 from deltalab.tasks import IGNORE, Task
@@ -36,6 +36,8 @@ def further_metrics(spec: StudySpec, tasks: Mapping[str, Task]) -> list[dict[str
         name = task_of(label, spec.scales.model_dump() if spec.scales else None, [*spec.task])
         for metric in spec.compare.get(name, ()):
             known = [other for other in metrics_of(task) if other != task.metric]
+            if metric == task.metric:
+                raise InputError(f"compare.{name}: {metric} is the task's own metric, which is compared anyway")
             asked = metric.partition(" ")[0]
             if metric not in known and not {asked, asked.partition("/")[0]} & {*evaluated}:
                 by_evaluation = [f"{evaluation} METRIC" for evaluation in evaluated]

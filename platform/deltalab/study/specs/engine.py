@@ -50,8 +50,8 @@ class Engine(Strict):
         for key, value in raw.items():
             try:
                 if key not in SETTINGS:
-                    raise unknown("setting", key, SETTINGS, where="engine.settings")
-                check_setting(key, value, where=f"engine.settings.{key}")
+                    raise unknown("setting", key, SETTINGS)
+                check_setting(key, value, where=key)
             except InputError as error:
                 raise ValueError(str(error)) from None
         return raw

@@ -455,6 +455,7 @@ _KINDS: dict[str, type[BaseModel]] = {
     "search": Search,
     "seeds": Seeds,
     "resources": Resources,
+    "engine": Engine,
 }
 
 
@@ -500,6 +501,8 @@ _LEVELS = {
     "search": 1,
     "scales": 1,
     "resources": 1,
+    "engine": 1,
+    "compare": 1,
     "margin": 1,
 }
 """How many levels of mappings merge key by key. Deeper mappings, such as gates and ranges, are replaced whole."""
