@@ -403,7 +403,10 @@ WRONG_IN_A_LEDGER: list[tuple[str, tuple[str, ...]]] = [
     ("export tiny out --arm base --best", ("--arm base and --best: give one of them",)),
     ("export tiny out --arm base --task txt", ("unknown task 'txt'",)),
     ("export tiny out --arm base --to onnx", ("unknown format 'onnx'", "allowed: hf, torchtitan, fla")),
-    ("export tiny out --arm base --scale 350M", ("unknown scale '350M'; did you mean '340M'?", "340M, 1.3B, 2.7B")),
+    (
+        "export tiny out --arm base --scale 350M",
+        ("unknown scale '350M'; did you mean '340M'?", "340M, 1.3B, 1.5B, 2.7B"),
+    ),
     (
         "export tiny out --arm base --set model.d_modl=8",
         ("unknown setting 'model.d_modl'; did you mean 'model.d_model'?",),

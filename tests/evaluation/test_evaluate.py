@@ -291,9 +291,12 @@ def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
     assert "needle" not in said.out
     ours = [task for task in KINDS if task != "needle_text"]
     assert [line for line in said.err.splitlines() if line.startswith("left out")] == [
-        *(f"left out {task}: the needles and their question do not fit into 64 tokens: give --length" for task in ours),
+        *(
+            f"left out {task}: the needles and their question do not fit into 64 tokens: give a longer --length"
+            for task in ours
+        ),
         "left out needle_text: the needles and their question do not fit into 64 tokens, or the split is too short to "
-        "fill them: give --length",
+        "fill them: give a longer --length",
         "left out proxy: the model's vocabulary has 256 ids now, and that of task 'mqar' 64",
     ]
 

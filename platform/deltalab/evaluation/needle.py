@@ -45,7 +45,9 @@ def needle(folder: ModelFolder, task: str, length: int, examples: int, filler: S
 def no_room(length: int, filler: Split | None) -> str:
     """Returns the reason that no question fits."""
     or_else = "" if filler is None else ", or the split is too short to fill them"
-    return f"the needles and their question do not fit into {TIMES[-1] * length} tokens{or_else}: give --length"
+    return (
+        f"the needles and their question do not fit into {TIMES[-1] * length} tokens{or_else}: give a longer --length"
+    )
 
 
 def _answers(folder: ModelFolder, asked: list[Question]) -> list[str]:

@@ -18,6 +18,7 @@ import yaml
 from deltalab.engines.deltalab_train import launcher
 from deltalab.errors import InputError
 from deltalab.export.write import export
+from deltalab.models.costs import CostCounter
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task
@@ -125,6 +126,15 @@ def test_an_engine_is_part_of_a_trial_and_its_free_settings_are_not(packed: Path
     assert with_engine == keys(engine={"name": "torchtitan", "settings": {"compile": True}})
     assert with_engine != keys(engine={"name": "torchtitan", "settings": {"batch.documents": "reset"}})
     assert with_engine != keys(engine={"name": "torchtitan", "evaluate": ["loss"]})
+
+
+@pytest.mark.parametrize(("profile", "parameters"), [("60M", 41_200_000), ("125M", 93_000_000)])
+def test_the_shipped_study_trains_on_packed_data(packed: Path, profile: str, parameters: int) -> None:
+    plan = plan_study("pretrain", profile=profile, overrides={"task.text.corpus": str(packed)})
+    models = [plan.job(arm, "confirm", 0, {}).specs[0] for arm in plan.arms]
+    sizes = [CostCounter().costs(model, 1024).parameters for model in models]
+    assert [size / parameters for size in sizes] == pytest.approx([1.0] * 4, abs=0.03), "without 16,128 more tokens"
+    assert {of["metric"] for of in plan.further} == {"recall_bits_per_byte", "needle_text v2 exact_match@1024"}
 
 
 def test_each_seed_is_a_trial_of_its_own_that_more_seeds_keep(packed: Path) -> None:

@@ -74,7 +74,7 @@ def _require_room(names: Sequence[str], data: Packed, length: int) -> None:
         filler = split if name == "needle_text" else None
         if not any(True for n in TIMES for _ in questions(encode, n * length, 1, KINDS[name], filler=filler)):
             raise InputError(
-                f"engine.evaluate: task '{name}': {no_room(length, filler)}".removesuffix(": give --length")
+                f"engine.evaluate: task '{name}': {no_room(length, filler)}".removesuffix(": give a longer --length")
             )
 
 
