@@ -13,7 +13,6 @@ import torch
 import yaml
 from tests.support.folders import ROOT
 
-from deltalab.cli.app import main
 from deltalab.data.pack import pack
 from deltalab.errors import InputError
 from deltalab.evaluation.harness import HarnessOptions
@@ -472,19 +471,6 @@ def test_a_suite_of_the_harness_reads_copies_of_its_data(
         ("arc_easy", "acc", 3), ("arc_challenge", "acc_norm", 3),
     ]  # fmt: skip
     assert versions == {"zero_shot": 1}
-
-
-@pytest.fixture
-def platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr("sys.argv", ["platform", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0)
-
-    return run
 
 
 def test_a_suite_is_asked_by_its_name(

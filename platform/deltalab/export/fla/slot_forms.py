@@ -183,36 +183,31 @@ def _raven_parts(spec: ModelSpec) -> list[Part]:
     ]
 
 
+_OF_RAVEN = {
+    "num_kv_heads": None,
+    "feature_map": "swish",
+    "use_output_gate": False,
+    "decay_type": "Mamba2",
+    "bias_rmm": False,
+    "router_score": "sigmoid",
+    "router_type": "lin",
+    "use_rope": False,
+}
+"""The options of FLA's Raven whose defaults are all that our `raven` can be."""
+
 RAVEN = Form(
     "raven",
     "RavenForCausalLM",
     "raven",
     options={
         "num_heads": 4,
-        "num_kv_heads": None,
         "expand_k": 1,
         "expand_v": 1,
         "num_slots": 64,
         "topk": 32,
-        "feature_map": "swish",
-        "use_output_gate": False,
-        "decay_type": "Mamba2",
-        "bias_rmm": False,
-        "router_score": "sigmoid",
-        "router_type": "lin",
-        "use_rope": False,
+        **_OF_RAVEN,
     },
-    fixed={
-        "num_kv_heads": None,
-        "feature_map": "swish",
-        "use_output_gate": False,
-        "decay_type": "Mamba2",
-        "bias_rmm": False,
-        "router_score": "sigmoid",
-        "router_type": "lin",
-        "use_rope": False,
-        "norm_eps": EPS,
-    },
+    fixed={**_OF_RAVEN, "norm_eps": EPS},
     config=_raven,
     settings=lambda options: {
         **_from_all_heads(options),

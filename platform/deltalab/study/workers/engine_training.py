@@ -5,6 +5,7 @@ checkpoint, and a run that has trained is only measured again.
 """
 
 import json
+import logging
 import math
 import shutil
 import statistics
@@ -36,6 +37,8 @@ from deltalab.training.evaluation import Metric
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import RunResult, TrialResult
 from deltalab.training.trainer import LockStep
+
+_log = logging.getLogger("deltalab")
 
 
 def train_by_engine(job: Job, runs: Path, *, watch: Callable[[int], None] | None, beat: Beat) -> TrialResult:
@@ -206,7 +209,10 @@ def _evaluated(run: Path, task: Text, engine: Mapping[str, Any], step: int) -> l
     with open_model(str(run), trusted=True) as folder:
         found = evaluate.evaluate(folder, tasks, data=_packed(task), split="test", limit=engine["limit"], options=how)
         options = SuiteOptions(_packed(task), "test", task.length, engine["lengths"], engine["limit"], how)
-        of_suites, _, _ = measure(folder, suites, options)
+        of_suites, left_out, _ = measure(folder, suites, options)
+        about = {"weights": folder.weights, "data": str(_packed(task).folder)}
+    for name, reason in left_out.items():
+        _log.warning("engine.evaluate: left out %s: %s", name, reason)
     found += of_suites
-    results.write(found, run, {"weights": None, "data": str(_packed(task).folder)})
+    results.write(found, run, about)
     return [("test", f"{result.task} {result.metric}", step, float(result.value)) for result in found]
