@@ -49,7 +49,8 @@ docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
 
 picture: .venv/installed-dev
-	$(BIN)/python -m deltalab_dashboard.picture --study comba_ablation docs/dashboard.png
+	xz -dc benchmarks/pretrain_h200.db.xz > .venv/pretrain.db
+	$(BIN)/python -m deltalab_dashboard.picture --db .venv/pretrain.db --study pretrain:125M docs/dashboard.png
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
