@@ -127,7 +127,8 @@ def scores(shift: float, noise: float = 0.0) -> list[float]:
         (
             {"a": scores(-0.05), "b": scores(0.04)},
             "failed",
-            "Some trials failed; of the others: b beats the base on mqar by 0.04 accuracy (p 0.008, 8 seeds).",
+            "Some trials failed; of the others: b beats the base on mqar by 0.04 accuracy (p 0.008, 8 seeds); "
+            "a is worse.",
         ),
         (
             {"a": scores(0.001, 0.02)},

@@ -29,7 +29,7 @@ def pivot(report: Report) -> list[dict[str, str]]:
 
 def _header(table: TaskTable) -> str:
     """Writes the heading of a task's column."""
-    return f"{table.task}: {table.metric} {arrow(table)}"
+    return f"{table.trained}: {table.metric} {arrow(table)}"
 
 
 def arrow(table: TaskTable) -> str:

@@ -95,13 +95,12 @@ def _at_an_end(reference: Row, task: RecordedTask) -> Iterator[str]:
     if task.limit is None:
         return
     name = "The base" if reference.is_base else reference.arm
-    learned = (reference.score.mean - task.chance) / (task.limit - task.chance)
-    if learned < 0.1:
+    if task.is_hardly_learned(reference.score.mean):
         yield (
             f"{name} has hardly learned the task (chance {task.chance:.3g}): the differences say how fast "
-            "learning starts, not how far it gets."
+            "learning starts, not how far it gets, and no arm counts as equal."
         )
-    elif learned > 0.99:
+    elif (reference.score.mean - task.chance) / (task.limit - task.chance) > 0.99:
         yield f"{name} is at the end of the scale: an arm can be worse, and hardly better."
 
 

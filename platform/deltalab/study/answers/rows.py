@@ -168,6 +168,11 @@ class TaskTable:
     over: list[str] = field(default_factory=list)
 
     @property
+    def trained(self) -> str:
+        """The task without the name of a further metric, which `metric` says."""
+        return self.task.removesuffix(f": {self.metric}")
+
+    @property
     def sign(self) -> int:
         """1 if more of the metric is better, else -1."""
         return 1 if self.maximize else -1

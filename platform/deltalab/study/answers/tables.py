@@ -39,6 +39,7 @@ def comparison_table(
     rows = _counted_alike(rows)
     if task.limit is not None:
         rows = _with_learned(rows, scores, (scores.chance + task.limit) / 2)
+        rows = _without_equals_at_chance(rows, task)
     interactions = [*_interactions(arms, scores)]
     points = [(-task.sign * row.score.mean, _known(row.flops_per_token), _known(row.state_size)) for row in rows]
     best = [rows[i].arm for i in front(points)]
@@ -326,6 +327,13 @@ def _verdict(
     if difference.low > -difference.margin:
         return f"equal or {up}"
     return f"equal or {down}" if difference.high < difference.margin else "undecided"
+
+
+def _without_equals_at_chance(rows: list[Row], task: RecordedTask) -> list[Row]:
+    """The rows, in which no arm equals a reference that has hardly learned: at chance all arms are alike."""
+    if not any(row.is_reference and task.is_hardly_learned(row.score.mean) for row in rows):
+        return rows
+    return [replace(row, verdict="undecided") if row.verdict == "equal" else row for row in rows]
 
 
 def _with_learned(rows: list[Row], scores: Scores, threshold: float) -> list[Row]:

@@ -39,6 +39,7 @@ from deltalab.study.reports.lines import (
     title,
     training_cells,
 )
+from deltalab.study.reports.sentence import sentence
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +66,7 @@ NOT_KNOWN: dict[Any, Interval | Difference] = {Interval: Interval(math.nan, math
 
 def markdown(answer: Answer) -> str:
     """Returns a report as Markdown."""
-    lines = [f"## {title(answer)}", "", *_list([f"**{warning}**" for warning in answer.warnings])]
+    lines = [f"## {title(answer)}", "", sentence(answer), "", *_list([f"**{warning}**" for warning in answer.warnings])]
     for table in shown_tables(answer):
         lines += [f"### {caption(table)}", "", *_list([f"**{warning}**" for warning in table.warnings])]
         lines += [
@@ -106,7 +107,7 @@ def _row(texts: Sequence[str]) -> str:
 
 def as_json(answer: Answer) -> str:
     """Returns every figure of a report as JSON; null for a figure that is not known."""
-    parts = asdict(answer)
+    parts = {"sentence": sentence(answer), **asdict(answer)}
     for part, table in zip(filter(None, [parts["headline"], *parts["tables"]]), answer.all_tables, strict=True):
         part["rows"] = [{key: _plain(value) for key, value in figures(row).items()} for row in table.rows]
     return json.dumps(_without_nan(parts), indent=2, allow_nan=False, default=datetime.isoformat)

@@ -71,7 +71,7 @@ def caption(table: TaskTable) -> str:
     if table.over:
         return f"Over {len(table.over)} tasks: mean {table.metric} on {table.split}, {direction} is better{margin}"
     return (
-        f"{table.task} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "
+        f"{table.trained} (version {table.version}): {table.metric} on {table.split}, {direction} is better, "
         f"chance {table.chance:.3g}{margin}"
     )
 

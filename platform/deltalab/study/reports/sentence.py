@@ -14,6 +14,8 @@ DECIDED = ("better", "worse", "equal")
 """The verdicts that leave nothing open."""
 MOST_SEEDS = 1000
 """An arm that would need more seeds is said to need "over 1,000", since the difference is next to nothing."""
+MOST_NAMES = 3
+"""The most arms of one verdict that are named; more are counted."""
 CLEARLY_SMALLER = 0.9
 """The largest share of the mean at which an unbiased difference is told of."""
 BEGINNINGS = {
@@ -127,7 +129,7 @@ def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: 
     table, row, difference = max(better or decided, key=_clarity)
     beats = "beats" if better else "is worse than"
     text = (
-        f"{row.arm} {beats} {table.reference.called} on {table.task} by {_amount(difference.mean)} {table.metric} "
+        f"{row.arm} {beats} {table.reference.called} on {table.trained} by {_amount(difference.mean)} {table.metric} "
         f"({_without_optimism(row, difference)}p {format_p(difference.p)}, {_seeds(difference.n)})"
     )
     elsewhere = [other for other in decided if other.row.arm == row.arm and other.table.task != table.task]
@@ -136,14 +138,29 @@ def _of_decided(decided: list[Comparison], compared: list[Comparison], ladders: 
     text += f", and on {also}" if also else ""
     text += f", but is worse on {against}" if against else ""
     text += _trend(ladders, row.arm)
-    arms = {comparison.row.arm for comparison in (better or decided)} - {row.arm}
-    if arms:
-        others = next(iter(arms)) if len(arms) == 1 else f"{len(arms)} more arms"
-        verb = "is" if len(arms) == 1 else "are"
-        text += f"; {others} {verb} {'better' if better else 'worse'} too"
-    if not better:
-        text += "; no arm beats it" if len({comparison.row.arm for comparison in compared}) > 1 else ""
+    leading = _arms(better or decided)
+    text += _also([arm for arm in leading if arm != row.arm], "better too" if better else "worse too")
+    if better:
+        text += _also([arm for arm in _arms(decided) if arm not in leading], "worse")
+    else:
+        text += "; no arm beats it" if len(_arms(compared)) > 1 else ""
     return text
+
+
+def _arms(comparisons: Sequence[Comparison]) -> list[str]:
+    """The arms of comparisons, once each, the clearest first."""
+    return list(dict.fromkeys(comparison.row.arm for comparison in sorted(comparisons, key=_clarity, reverse=True)))
+
+
+def _also(arms: Sequence[str], verdict: str) -> str:
+    """A clause that says a verdict of arms, by name if they are at most `MOST_NAMES`; empty without arms."""
+    if not arms:
+        return ""
+    *first, last = arms
+    names = f"{', '.join(first)} and {last}" if first else last
+    if len(arms) > MOST_NAMES:
+        names = f"{len(arms)} more arms"
+    return f"; {names} {'are' if first else 'is'} {verdict}"
 
 
 def _equal(equal: list[Comparison]) -> str:

@@ -33,6 +33,7 @@ from deltalab.study.reports.lines import (
     title,
     training_cells,
 )
+from deltalab.study.reports.sentence import sentence
 
 STYLE = {"better": "green", "worse": "red", "equal": "cyan", "failed": "red", "diverged": "red"}
 SHORT = 8
@@ -51,6 +52,7 @@ def drawn(answer: Answer, width: int) -> Iterator[RenderableType]:
         width: Characters in a line.
     """
     yield Text(title(answer), style="bold")
+    yield Text(sentence(answer), style="bold")
     yield from _warnings(answer.warnings)
     for table in shown_tables(answer):
         yield Text(f"\n{caption(table)}")

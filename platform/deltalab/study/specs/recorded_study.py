@@ -15,6 +15,8 @@ from deltalab.study.specs.setting_paths import training_part
 
 _NOT_SETTINGS = ("trials", "extend", "seeds")
 """Keys of `tune` that name no setting."""
+HARDLY_LEARNED = 0.1
+"""The share of the way from chance to the best possible score below which nothing can be said of a task."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class RecordedTask:
     def limit(self) -> float | None:
         """The best value that the metric can have; None if it has no bounds."""
         return None if self.bounds is None else self.bounds[self.maximize]
+
+    def is_hardly_learned(self, score: float) -> bool:
+        """Whether a score is near that of a model that has learned nothing; False for a metric without bounds."""
+        return self.limit is not None and (score - self.chance) / (self.limit - self.chance) < HARDLY_LEARNED
 
     @property
     def perfect(self) -> float | None:
