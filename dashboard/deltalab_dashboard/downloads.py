@@ -93,10 +93,11 @@ def sortable(
     table_files(text, name, legend)
 
 
-def table_files(rows: Sequence[Mapping[str, str]], name: str, legend: str = "") -> None:
-    """Draws the line below a table: its legend and its downloads."""
+def table_files(rows: Sequence[Mapping[str, str]], name: str, legend: str = "", *, caption: str | None = None) -> None:
+    """Draws the line below a table: its legend, or a caption in its place, and its downloads."""
     if rows:
-        _below(name, {"CSV": lambda: to_csv(rows), "LaTeX": lambda: to_latex(rows, legend)}, legend)
+        files = {"CSV": lambda: to_csv(rows), "LaTeX": lambda: to_latex(rows, legend)}
+        _below(name, files, legend if caption is None else caption)
 
 
 def zoom() -> alt.Parameter:

@@ -36,6 +36,8 @@ PATIENCE_SECONDS = 60
 """The most seconds that the server may take to start."""
 WIDTH = 1440
 """The width of the window in pixels."""
+BELOW = 60
+"""The pixels below the forest that belong to the picture."""
 DRAWN = """() => [...document.querySelectorAll('[data-testid=stVegaLiteChart]')]
     .every(chart => chart.querySelector('canvas, svg')?.getBoundingClientRect().height > 0)"""
 """JavaScript that returns whether every chart is drawn."""
@@ -105,7 +107,7 @@ def settle(page: Page) -> None:
 
 
 def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
-    """Writes a screenshot of a study's first page. The picture ends below the first chart.
+    """Writes a screenshot of a study's first page. The picture ends below the forest of its arms.
 
     Args:
         chromium: The browser that draws the page.
@@ -121,9 +123,9 @@ def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
     with served(db) as url, chromium.new_page(viewport={"width": WIDTH, "height": 1000}) as page:
         page.goto(f"{url}/?{query}")
         settle(page)
-        chart = page.locator("[data-testid=stVegaLiteChart]").first.bounding_box()
-        if chart:
-            page.set_viewport_size({"width": WIDTH, "height": int(chart["y"] + chart["height"])})
+        answer = page.locator(".forest")
+        if answer.count() and (box := answer.bounding_box()):
+            page.set_viewport_size({"width": WIDTH, "height": int(box["y"] + box["height"]) + BELOW})
             settle(page)
         page.screenshot(path=out)
 

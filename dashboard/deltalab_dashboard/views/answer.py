@@ -1,6 +1,8 @@
 """The page Answer: every arm of a study against the base, task by task."""
 
+import json
 import math
+from shlex import quote
 from typing import get_args
 
 import altair as alt
@@ -10,6 +12,8 @@ import streamlit as st
 from deltalab.store import Store, Study
 from deltalab.store.models import Stage
 from deltalab.study.answers.ladder_trends import TaskLadder
+from deltalab.study.reports.html.forest import LEGEND as FOREST_LEGEND
+from deltalab.study.reports.html.forest import STYLE, forest
 from deltalab.study.reports.lines import failure_lines, ladder_caption, ladder_cells, ladder_headers, ladder_notes
 from deltalab.study.reports.report import Report
 from deltalab.study.reports.sentence import sentence, verdict_counts
@@ -17,7 +21,7 @@ from deltalab_dashboard import cache
 from deltalab_dashboard.charts.arms_by_tasks import LEGEND, pivot
 from deltalab_dashboard.charts.task_table import ORDERS, draw_task
 from deltalab_dashboard.colors import BASE, MARKS, arm_colors
-from deltalab_dashboard.downloads import chart, table
+from deltalab_dashboard.downloads import chart, table, table_files
 from deltalab_dashboard.frame import show
 from deltalab_dashboard.progress import draw_progress
 from deltalab_dashboard.text import badge, bullets, plain
@@ -30,17 +34,14 @@ def page(store: Store, study: Study) -> None:
     """Draws the page."""
     head(store, study)
     answer = st.container()  # The answer stands above the widgets, but it depends on what they return.
-    stage, order, costs = options(store, study)
+    stage, tables, order, costs = options(store, study)
     report = cache.report_of(store, study, stage)
     with answer:
         verdict(report)
-    if report.headline:
-        draw_task(report.headline, study.name, order, costs)
-    if len(report.tables) > 1:
-        st.subheader("Arms by tasks", anchor="pivot")
-        table(pivot(report), f"{study.name} arms by tasks", legend=LEGEND)
-    for task_table in report.tables:
-        draw_task(task_table, study.name, order, costs)
+        at_a_glance(store, study, report)
+    if tables:
+        for task_table in report.all_tables:
+            draw_task(task_table, study.name, order, costs)
     for ladder in report.ladders:
         ladder_section(ladder, study.name)
     with st.expander("How to read this page"):
@@ -68,8 +69,8 @@ def head(store: Store, study: Study) -> None:
 OPENED = "stage at first"
 
 
-def options(store: Store, study: Study) -> tuple[Stage, str, bool]:
-    """Draws the choices of the stage, of the order of the arms, and of whether to show costs.
+def options(store: Store, study: Study) -> tuple[Stage, bool, str, bool]:
+    """Draws the choices of the stage, of whether to show exact tables, of their order, and of whether with costs.
 
     The address keeps the choices.
     """
@@ -92,9 +93,10 @@ def options(store: Store, study: Study) -> tuple[Stage, str, bool]:
             bind="query-params",
             width="content",
         )
+        tables = st.toggle("Exact tables", key="tables", bind="query-params")
         order = st.selectbox("Order of the arms", ORDERS, key="order", bind="query-params", width=200)
         costs = st.toggle("Costs and tuned values", key="costs", bind="query-params")
-    return stage, order, costs
+    return stage, tables, order, costs
 
 
 def first_stage(store: Store, study: Study) -> Stage:
@@ -104,7 +106,7 @@ def first_stage(store: Store, study: Study) -> Stage:
 
 
 def verdict(report: Report) -> None:
-    """Draws the answer in one sentence, the number of arms with each verdict, the failures, and the warnings."""
+    """Draws the answer in one sentence, the number of arms with each verdict, and the failures."""
     st.subheader(plain(sentence(report)), anchor="answer")
     counts = {kind: n for kind, n in verdict_counts(report).items() if n}
     if counts:
@@ -115,8 +117,60 @@ def verdict(report: Report) -> None:
         with st.container(horizontal=True, vertical_alignment="center"):
             st.error(bullets([*lines[:FAILURES], *rest]))
             st.page_link("views/trials.py", label="Tracebacks", icon=":material/list:", width="content")
-    if report.warnings:
-        st.warning(bullets(report.warnings), icon=":material/warning:")
+
+
+def at_a_glance(store: Store, study: Study, report: Report) -> None:
+    """Draws the forest of all arms and tasks, and beside it the study's cost, doubts, and the next command."""
+    left, right = st.columns([4, 1], gap="medium")
+    with left:
+        if drawn := forest(report):
+            st.html(f"<style>{STYLE}</style>{drawn}")
+            table_files(pivot(report), f"{study.name} arms by tasks", LEGEND, caption=FOREST_LEGEND)
+        else:
+            table(pivot(report), f"{study.name} arms by tasks", legend=LEGEND)
+    with right:
+        if hours := cost(store, study):
+            st.markdown(f"**Cost**  \n{plain(hours)}")
+        doubts = [*report.warnings, *dict.fromkeys(line for table in report.all_tables for line in table.warnings)]
+        if doubts:
+            with st.expander(f"{len(doubts)} doubt{'' if len(doubts) == 1 else 's'}", icon=":material/warning:"):
+                st.markdown(bullets(doubts))
+        st.markdown("**Next**")
+        st.code(next_command(study, report), language=None, wrap_lines=True)
+
+
+def cost(store: Store, study: Study) -> str:
+    """Returns the hours of all trials of a study by kind of device, such as "1.2 GPU hours and 0.3 CPU hours"."""
+    seconds = {"GPU": 0.0, "CPU": 0.0}
+    for trial in {trial.key: trial for trial in store.trials(study.id)}.values():
+        seconds["GPU" if trial.hardware.get("gpu") else "CPU"] += trial.seconds
+    return " and ".join(f"{spent / 3600:.2g} {kind} hours" for kind, spent in seconds.items() if spent)
+
+
+def next_command(study: Study, report: Report) -> str:
+    """Returns the command that a reader of the answer is likely to run next.
+
+    A study that has not ended goes on. The best arm of another one is exported, unless no arm is better and further
+    seeds would decide one.
+    """
+    if report.state in ("interrupted", "incomplete", "failed"):
+        return again(study, report) + (" --retry-failed" if report.state == "failed" else "")
+    rows = [row for table in report.tables for row in table.rows]
+    needed = [row.seeds_needed for row in rows if row.seeds_needed]
+    if needed and not any(row.verdict == "better" for row in rows):
+        return f"{again(study, report)} seeds={min(needed)}"
+    name = f"{study.name}:{study.profile}" if study.profile else study.name
+    return f"platform export {quote(name)} model --best"
+
+
+def again(study: Study, report: Report) -> str:
+    """Returns the command that ran a study, without its options of the machine and the ledger."""
+    command = study.provenance.get("command", [])
+    file = command[command.index("run") + 1] if "run" in command[:-1] else study.name
+    words = [study.name if file.startswith("-") else file, *(["--profile", study.profile] if study.profile else [])]
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in report.overrides.items()}
+    words += [f"{key}={text}" for key, text in texts.items()]
+    return " ".join(["platform study run", *map(quote, words)])
 
 
 def ladder_section(ladder: TaskLadder, study: str) -> None:

@@ -18,7 +18,18 @@ from deltalab.cli.db import db
 from deltalab.cli.doctor import doctor
 from deltalab.cli.eval import evaluate
 from deltalab.cli.export import export
-from deltalab.cli.options import AsJson, Db, Folder, LogTo, Overrides, Profile, StudyFile, StudyName, find_study
+from deltalab.cli.options import (
+    AsJson,
+    Db,
+    Folder,
+    LogTo,
+    Overrides,
+    Profile,
+    StudyFile,
+    StudyName,
+    find_study,
+    latest_study,
+)
 from deltalab.cli.plugins import model, module, rule, task
 from deltalab.cli.train import train
 from deltalab.errors import InputError, WrongRules, one_line, unknown
@@ -170,13 +181,17 @@ def study_plan(
 
 @study.command("report")
 def study_report(
-    study_name: StudyName,
+    study_name: Annotated[
+        str | None,
+        typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file; by default the latest."),
+    ] = None,
     settings: Overrides = None,
     db: Db = None,
     profile: Profile = None,
     as_json: AsJson = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Print a page of HTML with its charts.")] = False,
     against: Annotated[
         str | None, typer.Option("--against", metavar="ARM", help="Compare with this arm in place of the base.")
     ] = None,
@@ -186,10 +201,10 @@ def study_report(
     from deltalab.store.studies.driver_status import study_progress
     from deltalab.study.reports.report import report
 
-    if as_json + csv + markdown > 1:
-        raise InputError("--json, --csv and --markdown: give one of them")
+    if as_json + csv + markdown + html > 1:
+        raise InputError("--json, --csv, --markdown and --html: give one of them")
     with Store.open(db, create=False) as store:
-        study_row = find_study(store, study_name, profile, settings)
+        study_row = find_study(store, study_name or latest_study(store), profile, settings)
         comparison = report(store, study_row.id, against=against)
         running = study_progress(store, [study_row.id]).get(study_row.id)
     if running:
@@ -200,6 +215,8 @@ def study_report(
         print(comparison.to_csv(), end="")
     elif markdown:
         print(comparison.to_markdown())
+    elif html:
+        print(comparison.to_html())
     else:
         console.print(comparison)
 

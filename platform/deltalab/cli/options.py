@@ -74,6 +74,18 @@ def find_study(store: Any, study_name: str, profile: str | None, overrides: Sequ
     return store.study(study_name, profile, read_overrides(overrides))
 
 
+def latest_study(store: Any) -> str:
+    """Returns the id of the study that began last.
+
+    Raises:
+        InputError: The database has no study.
+    """
+    ids = [study.id for study in store.studies()]
+    if not ids:
+        raise InputError("the ledger has no study yet: platform study run makes one")
+    return str(max(ids))
+
+
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     """Prints rows as a table, with their keys as its headers, or as JSON."""
     if as_json:

@@ -54,7 +54,7 @@ def test_a_column_is_found_in_every_form_of_a_report(store: Store, ablation: int
     assert [line["letters"] for line in lines] == 2 * ["4", "6", "4"]
     frame = found.to_frame()
     assert (str(frame["letters"].dtype), list(frame["letters"])) == ("Int64", 2 * [4, 6, 4])
-    assert list(open_page().dataframe[0].value["letters of accuracy"]) == [4, 6, 4]
+    assert list(open_page(tables="true").dataframe[0].value["letters of accuracy"]) == [4, 6, 4]
     assert typed_table(table, costs=False)[1]["letters of accuracy"]["help"] == LETTERS.help
 
 

@@ -15,7 +15,7 @@ from tests.support.ledgers import BASE, begin, record
 import deltalab
 from deltalab.errors import InputError
 from deltalab.store import Store
-from deltalab.study.reports.notebook import VERDICTS
+from deltalab.study.reports.html.forest import VERDICTS
 from deltalab.study.reports.report import report
 from deltalab_dashboard import colors
 

@@ -160,7 +160,7 @@ def test_every_form_has_the_further_metrics_and_says_that_none_is_tested(found: 
 
 
 def test_the_page_has_the_further_metrics(found: Report) -> None:
-    app = open_page()
+    app = open_page(tables="true")
     shown = [table.value for table in app.table if "loss" in table.value]
     assert len(shown) == 1
     assert list(shown[0]["arm"]) == ["base", r"no\_\*d\*"]
@@ -170,6 +170,8 @@ def test_the_page_has_the_further_metrics(found: Report) -> None:
 
 def test_a_task_with_one_metric_has_no_further_table(store: Store, ablation: int) -> None:
     plain = report(store, ablation)
-    assert "urther metrics" not in plain.to_markdown() + plain._repr_html_() + text(plain, 80) + texts(open_page())
+    assert "urther metrics" not in plain.to_markdown() + plain._repr_html_() + text(plain, 80) + texts(
+        open_page(tables="true")
+    )
     assert plain.to_frame("metrics").empty
     assert set(ARMS) == set(plain.to_frame("seeds").arm)

@@ -24,13 +24,19 @@ class Report(Answer):
         yield from drawn(self, options.max_width)
 
     def _repr_html_(self) -> str:
-        from deltalab.study.reports.notebook import to_html
+        from deltalab.study.reports.html.notebook import to_html
 
         return to_html(self)
 
     def to_markdown(self) -> str:
         """Returns the report as Markdown."""
         return files.markdown(self)
+
+    def to_html(self) -> str:
+        """Returns the report as a page of HTML with its charts, which a browser opens without a server."""
+        from deltalab.study.reports.html.page import page
+
+        return page(self)
 
     def to_json(self) -> str:
         """Returns every figure of the report as JSON; null for a figure that is not known."""

@@ -6,11 +6,10 @@ from html import escape
 from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.reports.columns import Column, Group, columns, headers
+from deltalab.study.reports.html.forest import VERDICTS
 from deltalab.study.reports.lines import caption, failure_lines, metrics_caption, metrics_cells, metrics_headers, title
 from deltalab.study.reports.sentence import sentence, short_verdict
 
-VERDICTS = {"better": ("▲", "#1f6fd6"), "worse": ("▼", "#c25700"), "equal": ("■", "#6b7280")}
-"""The mark and the colour of a decided verdict, as in the dashboard. Colour-blind readers tell blue from orange."""
 MOST_TABLES = 4
 """How many tables are shown; tasks beyond this number are only named."""
 MOST_FAILURES = 3
