@@ -22,6 +22,9 @@ MOST_COMPUTED = 2**21
 A larger block is counted without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory
 for large ones."""
 
+PASSES = 3
+"""The operations of a training step, divided by those of its forward pass: a backward pass has twice as many."""
+
 
 @dataclass(frozen=True)
 class ModelCosts:
@@ -53,6 +56,18 @@ class ModelCosts:
         }
 
 
+def training_flops(model: ModelSpec, flops_per_token: float, length: int, scored: int) -> float:
+    """Returns the operations of matrix products in training on one sequence, with logits, forward and backward.
+
+    Args:
+        model: The model.
+        flops_per_token: Operations of a forward pass per token, without logits.
+        length: The tokens of the sequence.
+        scored: How many of them have logits.
+    """
+    return PASSES * (flops_per_token * length + 2 * model.d_model * model.vocab_size * scored)
+
+
 class CostCounter:
     """Counts the costs of models; each kind of block is built and run once.
 
@@ -66,7 +81,7 @@ class CostCounter:
     def __init__(self) -> None:
         """Begins with no block."""
         self.built = 0
-        self._blocks: dict[tuple[str, int | None], _Blocks] = {}
+        self._blocks: dict[tuple[str, int | None, bool], _Blocks] = {}
 
     def costs(self, model: ModelSpec, length: int) -> ModelCosts:
         """Counts a model after `length` tokens. Raises what the model raises when it is built or run."""
@@ -79,17 +94,24 @@ class CostCounter:
             flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
         )
 
+    def whole_flops_per_token(self, model: ModelSpec, length: int) -> float:
+        """Counts the operations of a forward pass per token, those of whole chunks too, and on all machines alike.
+
+        Raises what the model raises. A module of another author must run on a CPU, where no kernel hides its products.
+        """
+        return sum(n * self._counted(block, length, gpu=False).flops_per_token for n, block in model.kinds())
+
     def _block(self, model: ModelSpec, length: int) -> "_Blocks":
         if model.foreign():  # its products may grow with the tokens in any way
             return self._counted(model, length)
         sample = self._counted(model, None if length > SAMPLE else length)
         return self._counted(model, length) if sample.grows else sample
 
-    def _counted(self, model: ModelSpec, length: int | None) -> "_Blocks":
-        key = repr(model), length
+    def _counted(self, model: ModelSpec, length: int | None, *, gpu: bool = True) -> "_Blocks":
+        key = repr(model), length, gpu
         if key not in self._blocks:
             self.built += 1
-            self._blocks[key] = _count(model, length)
+            self._blocks[key] = _count(model, length, gpu=gpu)
         return self._blocks[key]
 
 
@@ -106,8 +128,11 @@ class _Blocks:
     """Whether the cache was larger one token later."""
 
 
-def _count(model: ModelSpec, length: int | None) -> _Blocks:
-    """Counts after `length` tokens, or after `SAMPLE` tokens and one more if `length` is None."""
+def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
+    """Counts after `length` tokens, or after `SAMPLE` tokens and one more if `length` is None.
+
+    A module of another author that does not run on a CPU is counted on a GPU if `gpu` allows it.
+    """
     width = model.heads * sum(model.head_dims)
     mlp_width = model.mlp_width or 3 * model.d_model
     if model.experts is not None:
@@ -119,7 +144,7 @@ def _count(model: ModelSpec, length: int | None) -> _Blocks:
     try:
         return _count_on(torch.device("cpu"), model, length)
     except Exception:
-        if not torch.cuda.is_available():
+        if not gpu or not torch.cuda.is_available():
             raise
         with torch.autocast("cuda", torch.bfloat16):  # the module needs a GPU
             return _count_on(torch.device("cuda"), model, length)

@@ -364,6 +364,7 @@ def answer_notes(
         f"would find a difference{' on a task' if has_headline else ''}"
         + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
         *_about_engine(spec),
+        *_about_flops(ledger),
         *_about_headline(ledger, has_headline),
         *_about_looks(spec, is_open=is_open),
         *([presets] if presets else []),
@@ -396,6 +397,24 @@ def _about_engine(spec: RecordedSpec) -> Iterator[str]:
     elif spec.is_ladder and spec.scales.transfer == "mup":
         rates = "learning rates are those of the smallest width, which mup scales"
     yield f"Each run was trained by {engine['name']}; {rates}. Its weights were measured on the test split by deltalab."
+
+
+def _about_flops(ledger: RecordedScores) -> Iterator[str]:
+    """Yields how many operations each run trained for, where they gave the steps."""
+    values, lines = ledger.spec.values, []
+    for task in ledger.tasks:
+        sections = [values.get("base"), (values.get("for_task") or {}).get(ledger.spec.task_of(task))]
+        given = [flops for section in sections if section and (flops := (section.get("train") or {}).get("flops"))]
+        trials = [trial for trial in ledger.trials if (trial.task, trial.stage) == (task, "confirm")]
+        steps = {trial.config["train"]["steps"] for trial in trials}
+        if given and steps:
+            span = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"
+            lines.append(f"{given[-1]:g} on {task}, in {span} steps")
+    if lines:
+        yield (
+            "train.flops: each run took the most whole steps within as many operations of matrix products, forward "
+            f"and backward: {'; '.join(lines)}."
+        )
 
 
 def _about_headline(ledger: RecordedScores, has_headline: bool) -> Iterator[str]:

@@ -301,6 +301,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             *_dead(plan, arms),
             *_extended(plan),
             *_one_rate(plan),
+            *_flops(plan),
             *_passes(trainings),
             *_not_checked(plan),
             *_one_by_one(plan),
@@ -476,6 +477,20 @@ def _one_rate(plan: Plan) -> list[str]:
     tuned = plan.spec.tune.searched if plan.spec.tune else ()
     text = learning_rates_text(plan.spec.scales, tuned) if plan.spec.scales else None
     return [f"scales: {text}. Give transfer: mup, or tune train.lr."] if text and "one learning rate" in text else []
+
+
+def _flops(plan: Plan) -> list[str]:
+    """Notes how many steps the operations of a training are on each task, if operations give the steps."""
+    lines = []
+    for task in plan.tasks:
+        arms = [arm for arm in plan.arms if arm.task == task]
+        base = next(arm for arm in arms if arm.is_base)
+        if base.flops is not None:
+            steps = [arm.config["train"]["steps"] for arm in arms]
+            others = f", and of all arms {min(steps):,} to {max(steps):,}" if len(set(steps)) > 1 else ""
+            own = base.config["train"]["steps"]
+            lines.append(f"train.flops: {base.flops:g} operations on {task} are {own:,} steps of the base{others}.")
+    return lines
 
 
 def _passes(trainings: list[Training]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deltalab.models.costs import training_flops
 from deltalab.models.spec import ModelSpec
 from deltalab.tasks import Task
 from deltalab.training.spec import TrainSpec
@@ -62,9 +63,9 @@ class Training:
 
     @property
     def flops(self) -> float:
-        """Operations of a training step of one run, with logits. A backward pass has twice those of a forward pass."""
-        logits = 2 * self.model.d_model * self.model.vocab_size * self.task.most_scored
-        return 3 * self.spec.batch_size * (self.flops_per_token * self.task.length + logits)
+        """Operations of a training step of one run, with logits."""
+        task = self.task
+        return self.spec.batch_size * training_flops(self.model, self.flops_per_token, task.length, task.most_scored)
 
 
 def timed_step(training: Training) -> float | None:

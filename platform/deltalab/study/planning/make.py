@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.costs import CostCounter
 from deltalab.models.hybrids import PRESET
 from deltalab.models.published import written_out
 from deltalab.models.spec import OF_A_MIXER, ModelSpec
@@ -20,7 +21,7 @@ from deltalab.study.planning.further_metrics import further_metrics
 from deltalab.study.planning.matching import Matcher
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.ladder_sizes import keys_at_fault, tasks_at_sizes
-from deltalab.study.specs.method_settings import resolve_method, rule_of, with_change
+from deltalab.study.specs.method_settings import FLOPS, resolve, resolve_method, rule_of, with_change, within_flops
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides
 from deltalab.study.specs.study_file import MOST_ARMS, Change, Method, StudySpec, load_study
 from deltalab.tasks import Task
@@ -92,7 +93,7 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     finalists = spec.search.finalists if spec.search else 0
     if (count := len(tasks) * (1 + len(changes) + finalists)) > MOST_ARMS:
         raise InputError(f"has {count:,} arms, counted on each task; a study has at most {MOST_ARMS:,}")
-    matcher = Matcher(spec.tune.searched if spec.tune else {})
+    matcher, counter = Matcher(spec.tune.searched if spec.tune else {}), CostCounter()
     arms = []
     for task_name, task in tasks.items():
         sized = sized_tasks[task_name]
@@ -100,19 +101,21 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
         for_task = spec.for_task.get(sized.task, Change())
         unsized = with_change(spec.base, for_task)
         base = with_change(with_change(start, for_task), Change(model=sizes, train=sized.train))
-        resolved = {}
+        flops, resolved = base.train.get(FLOPS), {}
         for name, change in {"base": Change(), **changes}.items():
             where = name if name == "base" else f"arms.{name}"
             try:
-                resolved[name] = resolve_method(with_change(base, change), task, where=where)
+                resolved[name] = resolve_method(with_change(base, change), task, counter, where=where)
             except InputError as error:
-                plain = partial(resolve_method, with_change(unsized, change), task, where=where)
+                plain = partial(resolve_method, with_change(unsized, change), task, counter, where=where)
                 keys = keys_at_fault(spec.scales, ["model", "train"], error, plain)
                 problem = f"{where} at {task_name}{str(error).removeprefix(where)}" if keys else error
                 raise InputError(f"{keys}{problem}") from None
             if change.match is not None:
                 try:
                     resolved[name] = matcher.matched(change.match, resolved["base"], resolved[name], task.length)
+                    if flops is not None:
+                        resolved[name] = resolve(within_flops(resolved[name], flops), task, counter)
                 except InputError as error:
                     raise InputError(f"arms.{name}.match on task '{task_name}': {error}") from None
         seen: dict[str, str] = {}
@@ -123,9 +126,9 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
                     f"arm '{name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{task_name}'"
                 )
             change_of = difference(resolved["base"], config)
-            arms.append(PlannedArm(name, task_name, name == "base", config, change_of))
+            arms.append(PlannedArm(name, task_name, name == "base", config, change_of, flops))
         for i in range(finalists):
-            arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}))
+            arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}, flops))
     plan = Plan(spec, profile, arms, tasks, study_file, further=further)
     refuse_what_no_engine_trains(plan)
     if plan.budget is None:

@@ -9,15 +9,16 @@ from itertools import chain, islice
 from typing import Any, Literal
 
 from deltalab.errors import InputError
+from deltalab.models.costs import CostCounter
 from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
 from deltalab.registry import rule_plugin, task_plugin
 from deltalab.statistics.joint_test import ALPHA
 from deltalab.study.planning.matching import Bounded, Matcher
 from deltalab.study.planning.tuning_candidates import spread_candidates
 from deltalab.study.specs.budget import Objective, Searching, Tune
-from deltalab.study.specs.method_settings import resolve, setting, with_values
+from deltalab.study.specs.method_settings import resolve, setting, with_values, within_flops
 from deltalab.study.specs.search_space import LAYERS, Search, count_combinations
-from deltalab.study.specs.setting_paths import model_part, of_training, training_part
+from deltalab.study.specs.setting_paths import changes_a_step, model_part, of_training, training_part
 from deltalab.study.specs.study_file import StudySpec
 from deltalab.study.workers.jobs import Job
 from deltalab.tasks import BUILTIN, Task
@@ -40,6 +41,7 @@ class PlannedArm:
         is_base: Whether the arm is the base.
         config: Rule, model and train before tuning, with every default spelled out.
         change: Dotted key -> [base value, arm value].
+        flops: The operations of a training, from which its steps follow; None where the study's file gives steps.
     """
 
     name: str
@@ -47,6 +49,7 @@ class PlannedArm:
     is_base: bool
     config: dict[str, Any]
     change: dict[str, Any]
+    flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -322,6 +325,10 @@ class Plan:
         return [ModelSpec.of({**config["model"], "rule": config["rule"]}) for config in configs]
 
     @cached_property
+    def _counter(self) -> CostCounter:
+        return CostCounter()
+
+    @cached_property
     def _matcher(self) -> Matcher:
         return Matcher({})
 
@@ -354,16 +361,19 @@ class Plan:
             InputError: The values make no model, or no model is as large as the base.
         """
         task, base, search = self.tasks[arm.task], arm.config, self.spec.search
+        changes: dict[str, Any] = {}
         if search and rung is not None:
             changes = {path: value for path, value in search.rungs[rung].items() if path != "train.seeds"}
             base = resolve(with_values(base, changes, where="search.fidelity"), task)
         config = resolve(self.with_values(replace(arm, config=base), values), task)
-        if search is None or search.match is None or not self._is_candidate(values):
-            return config
-        try:
-            return self._matcher.matched(search.match, base, config, task.length)
-        except InputError as error:
-            raise InputError(f"match: {error}") from None
+        if search and search.match and self._is_candidate(values):
+            try:
+                config = self._matcher.matched(search.match, base, config, task.length)
+            except InputError as error:
+                raise InputError(f"match: {error}") from None
+        if arm.flops is not None and any(map(changes_a_step, {**changes, **values})):
+            config = resolve(within_flops(config, arm.flops), task, self._counter)
+        return config
 
     def bounded(self, arm: PlannedArm, config: dict[str, Any]) -> dict[str, Bounded]:
         """The quantities that a search constrains, in the configuration of a candidate.

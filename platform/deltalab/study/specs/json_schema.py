@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from deltalab.models.hybrids import HYBRIDS, PRESET
 from deltalab.models.spec import MIXER, ModelSpec
 from deltalab.study.specs import budget, engine, ladder_sizes, search_space, study_file
-from deltalab.study.specs.method_settings import OF_THE_TASK
+from deltalab.study.specs.method_settings import FLOPS, OF_THE_TASK
 from deltalab.tasks import BUILTIN
 from deltalab.training.train import TrainSpec
 
@@ -47,6 +47,11 @@ def schema() -> dict[str, Any]:
         for method in ("Method", "Change"):
             reference = defs[method]["properties"][section]
             defs[method]["properties"][section] = {"$ref": f"#/$defs/{name}", "description": reference["description"]}
+    defs["TrainSpec"]["properties"][FLOPS] = {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "description": "The operations of matrix products that each run trains for, in place of steps; for all arms.",
+    }
     # Validators take more than the types say.
     module = {"module": {"type": "string"}, "kwargs": {"type": "object"}}
     defs["ModelSpec"]["properties"][MIXER] = {

@@ -1,11 +1,13 @@
 """Every setting of a method, spelled out: rule, model and train, addressed by paths such as `train.lr`."""
 
 import json
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.costs import CostCounter, training_flops
 from deltalab.models.hybrids import with_hybrid
 from deltalab.models.published import written_out
 from deltalab.models.spec import ModelSpec
@@ -13,13 +15,16 @@ from deltalab.own_module import is_path
 from deltalab.registry import get_rule
 from deltalab.study.specs.study_file import Change, Method
 from deltalab.tasks import Task
-from deltalab.training.train import TrainSpec
+from deltalab.training.spec import MOST, TrainSpec
 
 MOST_TOKENS = 2**26
 """The most tokens of a batch, whose inputs and targets take 1 GiB."""
 
 ABSENT = object()
 """What no knob is."""
+
+FLOPS = "flops"
+"""The key of `train` that gives operations in place of steps."""
 
 OF_THE_TASK = ("vocab_size", "readout")
 """Settings of the model that the task determines."""
@@ -46,12 +51,13 @@ def with_change(base: Method, change: Change) -> Method:
     return Method(rule=rule, model={**below, **above}, train={**base.train, **change.train})
 
 
-def resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
+def resolve_method(method: Method, task: Task, counter: CostCounter, *, where: str) -> dict[str, Any]:
     """Spells out every setting of a method.
 
     Args:
         method: The rule, the model and the training as the study's file states them.
         task: The task, which sets `vocab_size` and `readout` of the model.
+        counter: Counts the model where `train.flops` gives the steps.
         where: The arm, which errors name.
 
     Raises:
@@ -63,29 +69,66 @@ def resolve_method(method: Method, task: Task, *, where: str) -> dict[str, Any]:
         for key in OF_THE_TASK:
             if key in method.model:
                 raise InputError(f"model.{key} is set by task '{task.name}': leave it out")
-        return resolve({"rule": rule_of(method.rule), "model": method.model, "train": method.train}, task)
+        return resolve({"rule": rule_of(method.rule), "model": method.model, "train": method.train}, task, counter)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
 
-def resolve(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
+def resolve(config: Mapping[str, Any], task: Task, counter: CostCounter | None = None) -> dict[str, Any]:
     """Spells out every setting of a configuration, so that two equal models or trainings have equal configurations.
 
+    `train.flops` becomes `train.steps`: the most whole steps that take no more operations.
+
+    Args:
+        config: The rule, the model and the training.
+        task: The task, which sets `vocab_size` and `readout` of the model.
+        counter: Counts the model where `train.flops` gives the steps, and remembers it; None for a new one.
+
     Raises:
-        InputError: The settings make no model or no training.
+        InputError: The settings make no model or no training, or `train.flops` cannot be counted in steps.
     """
     given, layer = written_out(config["rule"], config["model"])
     rule = resolve_rule(given)
     of_the_task = {key: getattr(task, key) for key in OF_THE_TASK}
     model = ModelSpec.of({**layer, "rule": rule, **of_the_task})
-    train = TrainSpec(**_known(config["train"], TrainSpec, "train"))
+    given_train = {key: value for key, value in config["train"].items() if key != FLOPS}
+    flops = config["train"].get(FLOPS)
+    train = TrainSpec(**_known(given_train | ({"steps": MOST["steps"]} if flops is not None else {})))
     if (tokens := train.batch_size * task.length) > MOST_TOKENS:
         raise InputError(
             f"train.batch_size {train.batch_size:,} x {task.length:,} tokens of task '{task.name}' make a batch of "
             f"{tokens:,} tokens; a batch has at most {MOST_TOKENS:,}"
         )
+    if flops is not None:
+        train = replace(train, steps=_steps_within(flops, train.batch_size, model, task, counter or CostCounter()))
     settings = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "rule"}
     return json.loads(json.dumps({"rule": rule, "model": settings, "train": asdict(train)}))  # type: ignore[no-any-return]
+
+
+def within_flops(config: Mapping[str, Any], flops: float) -> dict[str, Any]:
+    """Returns a configuration, not yet resolved, that trains for operations in place of its steps."""
+    train = {key: value for key, value in config["train"].items() if key != "steps"}
+    return {**config, "train": {**train, FLOPS: flops}}
+
+
+def _steps_within(flops: object, batch_size: int, model: ModelSpec, task: Task, counter: CostCounter) -> int:
+    """Returns the most steps whose operations do not exceed `flops`."""
+    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < math.inf:
+        raise InputError(f"train.{FLOPS} must be a number above 0, not {flops!r}")
+    try:
+        per_token = counter.whole_flops_per_token(model, task.length)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(
+            f"train.{FLOPS}: the operations of rule '{model.make_rule().name}' cannot be counted on a CPU, so give "
+            f"train.steps: {type(error).__name__}: {reason}"
+        ) from error
+    step = batch_size * training_flops(model, per_token, task.length, task.most_scored)
+    steps = int(flops // step)
+    if not 1 <= steps <= MOST["steps"]:
+        has = f"at most {MOST['steps']:,} steps" if steps else "at least one step"
+        raise InputError(f"train.{FLOPS} {flops:g}: a step takes {step:.4g}, and a training has {has}")
+    return steps
 
 
 def resolve_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,15 +136,15 @@ def resolve_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
     return get_rule(rule["name"], **{key: value for key, value in rule.items() if key != "name"}).spec()
 
 
-def _known(settings: dict[str, Any], kind: type, section: str) -> dict[str, Any]:
-    """Returns the settings; raises `InputError` if one does not exist or a required one is missing."""
-    names = [f.name for f in fields(kind)]
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings of a training; raises `InputError` if one does not exist or a required one is missing."""
+    names = [f.name for f in fields(TrainSpec)]
     for key in settings:
         if key not in names:
-            raise unknown(f"{section} key", key, names)
+            raise unknown("train key", key, [*names, FLOPS])
     for key in ("steps", "batch_size", "lr"):
         if key not in settings:
-            raise InputError(f"{section}: needs {key}")
+            raise InputError(f"train: needs {key}" + (f" or {FLOPS}" if key == "steps" else ""))
     return settings
 
 

@@ -13,6 +13,15 @@ def of_training(path: str) -> bool:
     return path.startswith(TRAINING)
 
 
+def changes_a_step(path: str) -> bool:
+    """Whether a setting may change the operations of a training step.
+
+    >>> [changes_a_step(path) for path in ("train.lr", "train.batch_size", "rule.d")]
+    [False, True, True]
+    """
+    return not of_training(path) or path == "train.batch_size"
+
+
 def training_part(values: Mapping[str, T]) -> dict[str, T]:
     """Returns those of the values, by path, that are settings of the training.
 

@@ -3,7 +3,7 @@
 import copy
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -321,6 +321,33 @@ class StudySpec(_Strict):
             raise ValueError(f"resources.gpu must be a whole number with an engine, not {gpus:g}")
         if self.engine is not None and gpus and self.engine.processes != 1:
             raise ValueError(f"engine.processes is for CPUs: each of the {gpus:g} GPUs of resources has one process")
+        return self
+
+    @model_validator(mode="after")
+    def _steps_or_flops(self) -> Self:
+        of_all = {
+            "base": self.base.train,
+            **{f"for_task.{name}": change.train for name, change in self.for_task.items()},
+        }
+        of_arms = {f"arms.{name}": change.train for name, change in self.arms.items()}
+        if arm := next((where for where, train in of_arms.items() if "flops" in train), None):
+            raise ValueError(f"{arm} sets train.flops, and all arms train for as many: give it in base")
+        budget = next((where for where, train in of_all.items() if "flops" in train), None)
+        if budget is None:
+            return self
+        searched: dict[str, Collection[str]] = {
+            "tune": self.tune.searched if self.tune else (),
+            "scales": self.scales.lists if self.scales else (),
+        }
+        if self.search:
+            searched |= {"search": self.search.searched, "search.fidelity": self.search.rungs[0]}
+        places = {where: "steps" in train for where, train in (of_all | of_arms).items()}
+        places |= {where: "train.steps" in paths for where, paths in searched.items()}
+        if where := next((where for where, sets_steps in places.items() if sets_steps), None):
+            raise ValueError(
+                f"{where} sets train.steps, and {budget} train.flops, which gives the steps: leave one out "
+                "(null takes a key away in a profile)"
+            )
         return self
 
     @model_validator(mode="after")
