@@ -1,5 +1,6 @@
 """Studies whose runs an engine trains: what a plan refuses, what the ledger gets, and that no kill changes a number."""
 
+import json
 import math
 import os
 import signal
@@ -17,6 +18,9 @@ import yaml
 
 from deltalab.engines.deltalab_train import launcher
 from deltalab.errors import InputError
+from deltalab.export.papers import find_recipe, recipe_names
+from deltalab.export.recipe import by_a_paper, make_recipe, named_settings
+from deltalab.export.scales import SCALES
 from deltalab.export.write import export
 from deltalab.models.costs import CostCounter
 from deltalab.models.model import Model
@@ -25,11 +29,13 @@ from deltalab.registry import get_task
 from deltalab.store import Store
 from deltalab.study.forecast.engine_costs import BESIDE_STEPS
 from deltalab.study.forecast.estimate import estimate
+from deltalab.study.planning.engine_recipe import GIVEN
 from deltalab.study.planning.make import plan_study
 from deltalab.study.reports.report import open_report
 from deltalab.study.running.run import run_study_file
 from deltalab.study.winners.best_run import best_run
 from deltalab.tasks.text import Text
+from deltalab.training.spec import TrainSpec
 
 LENGTH = 16
 STUDY: dict[str, Any] = {
@@ -45,6 +51,11 @@ STUDY: dict[str, Any] = {
     "seeds": 2,
     "engine": {"name": "torchtitan", "processes": 2, "settings": {"log.every": 1, "checkpoint.every": 8}},
 }
+OF_RECIPE: dict[str, Any] = {
+    "engine": {"name": "accelerate", "recipe": "rla", "settings": {"log.every": 1}},
+    "base": {**STUDY["base"], "train": {"steps": 20, "batch_size": 8, "evaluations": 2, "eval_batches": 2}},
+}
+"""Changes that train by the recipe of a paper that states each value, the start of the matrices too."""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +106,19 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": {"name": "accelerate", "evaluate": ["recall"], "files": "nowhere"}}, "engine.files: nowhere: no"),
         ({"engine": {"name": "accelerate", "limit": 4}}, "limit is of the tasks that evaluate names"),
         ({"engine": {"name": "accelerate", "evaluate": ["proxy"]}}, "engine.evaluate: proxy asks"),
+        ({"engine": {"name": "accelerate", "recipe": "combo"}}, "unknown recipe 'combo'; did you mean 'comba'?"),
+        (
+            {"engine": {"name": "accelerate", "recipe": "comba"}},
+            "base sets train.lr, and so does engine.recipe comba: leave it out",
+        ),
+        (
+            {**OF_RECIPE, "for_task": {"text": {"train": {"clip": 2.0}}}},
+            "for_task.text sets train.clip, and so does engine.recipe rla",
+        ),
+        (
+            {**OF_RECIPE, "base": {**OF_RECIPE["base"], "model": {"d_model": 16, "init_std": 0.1}}},
+            "base sets model.init_std, and so does engine.recipe rla",
+        ),
         ({"compare": {"text": ["recal_bits_per_byte"]}}, "did you mean 'recall_bits_per_byte'"),
         ({"compare": {"text": ["bits_per_byte"]}}, "compare.text: bits_per_byte is the task's own metric"),
         ({"engine": {"name": "torchtitan", "proceses": 2}}, "engine: unknown key 'proceses'; did you mean 'processes'"),
@@ -126,6 +150,74 @@ def test_an_engine_is_part_of_a_trial_and_its_free_settings_are_not(packed: Path
     assert with_engine == keys(engine={"name": "torchtitan", "settings": {"compile": True}})
     assert with_engine != keys(engine={"name": "torchtitan", "settings": {"batch.documents": "reset"}})
     assert with_engine != keys(engine={"name": "torchtitan", "evaluate": ["loss"]})
+
+
+def named_by_paper(name: str, train: TrainSpec, parameters: float) -> dict[str, Any]:
+    """The settings of the recipe that `platform export --recipe` writes."""
+    return named_settings(by_a_paper(make_recipe(train, LENGTH, 1, "a test"), find_recipe(name), parameters))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_gives_a_study_what_it_gives_an_export(packed: Path, name: str) -> None:
+    train = {"evaluations": 2}
+    base = {**STUDY["base"], "train": train}
+    arms = {"comba": {"rule": "comba"}, "other": {"rule": "comba", "train": {"lr": 0.5, "final": 0.25}}}
+    section = {"name": "torchtitan", "recipe": name, "settings": {"batch.micro": 8}}
+    plan = plan_study(study(packed, engine=section, base=base, arms=arms))
+    jobs = {arm.name: plan.job(arm, "confirm", 0, {}) for arm in plan.arms}
+    for arm in ("base", "comba"):
+        model, spec = jobs[arm].specs
+        ours = named_settings(make_recipe(spec, LENGTH, 1, "a test"))
+        paper = named_by_paper(name, spec, 1e4)
+        assert paper.pop("batch.length") == SCALES[find_recipe(name).nearest(1e4)].length
+        # A study has sequences of its task's length, as many tokens a step as the paper, and its own seeds.
+        assert ours.pop("batch.length") == LENGTH
+        assert ours.pop("batch.sequences") * LENGTH == paper.pop("batch.sequences") * 2048 * (1 + (name == "gka"))
+        assert ours.pop("seed") == 1
+        del paper["seed"]
+        assert ours == {key: value for key, value in paper.items() if key != "z_loss"}
+        std = find_recipe(name).init_std
+        assert model.init_std == (None if std is None else std.value)
+    lr = jobs["base"].config["train"]["lr"]
+    assert jobs["other"].config["train"] == {**jobs["base"].config["train"], "lr": 0.5, "final": 0.25}
+    (note,) = [note for note in estimate(plan, workers=1).notes if note.startswith("engine.recipe")]
+    assert f"{name} at {find_recipe(name).nearest(1e4)}" in note
+    assert f"lr={lr:.3g}" in note
+    assert "vocabulary 256 (paper: " in note
+
+
+def test_a_recipe_leaves_a_study_its_own_batch_steps_and_operations(packed: Path) -> None:
+    def trains(**train: Any) -> dict[str, Any]:
+        base = {**OF_RECIPE["base"], "train": {"evaluations": 2, **train}}
+        return plan_study(study(packed, **{**OF_RECIPE, "base": base})).arms[0].config["train"]  # type: ignore[no-any-return]
+
+    assert [trains(steps=20, batch_size=8)[key] for key in ("steps", "batch_size")] == [20, 8]
+    assert trains(batch_size=8)["steps"] == round(100e9 / 2**22)
+    assert 20 < trains(batch_size=8, flops=1e9)["steps"] < 10_000
+    by_hand = {key: value for key, value in trains(steps=20, batch_size=8).items() if key in GIVEN}
+    base = {**OF_RECIPE["base"], "train": {**OF_RECIPE["base"]["train"], **by_hand}}
+    base["model"] = {**base["model"], "init_std": 0.006}
+    keys = [
+        [plan.job(arm, "confirm", 0, {}).key for arm in plan.arms]
+        for changes in (OF_RECIPE, {"base": base, "engine": "accelerate"})
+        for plan in [plan_study(study(packed, **changes))]
+    ]
+    assert keys[0] == keys[1], "the values are the trial, and not the recipe's name"
+
+
+def test_a_recipe_sizes_by_the_base_and_has_one_rate_on_a_ladder(packed: Path) -> None:
+    def steps(d_model: int, **changes: Any) -> set[tuple[float, int]]:
+        model = {"d_model": d_model, "layers": 24, "heads": 8, "key_dim": 128}
+        train = {"batch_size": 32, "evaluations": 1}
+        base = {"rule": "gated_deltanet", "model": model, "train": train}
+        section = {"name": "torchtitan", "recipe": "comba"}
+        plan = plan_study(study(packed, base=base, arms={}, engine=section, **changes))
+        return {(arm.config["train"]["lr"], arm.config["train"]["steps"]) for arm in plan.arms}
+
+    small, large = {(3e-4, round(15e9 / 2**19))}, {(3e-4, round(100e9 / 2**20))}
+    assert steps(1024) == small
+    assert steps(2048) == large
+    assert steps(1024, scales={"model.d_model": [1024, 2048], "transfer": "mup"}) == small
 
 
 @pytest.mark.parametrize(("profile", "parameters"), [("60M", 41_200_000), ("125M", 93_000_000)])
@@ -221,6 +313,32 @@ def bits_per_byte(model: Model, task: Text) -> float:
         nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").item()
         count += batch.targets.numel()
     return nats / count / math.log(2) / task.bytes_per_token
+
+
+@pytest.mark.slow
+def test_the_engine_trains_by_the_recipe_of_a_paper(packed: Path, tmp_path: Path) -> None:
+    db, file = tmp_path / "lab.db", tmp_path / "s.yaml"
+    file.write_text(yaml.safe_dump(study(packed, **OF_RECIPE, arms={}, seeds=1, compare={})))
+    assert run_study_file(file, db=db, executor="inline", unchecked=True).state == "done"
+    (written,) = tmp_path.glob("runs/engines/*/model/recipe.yaml")
+    recipe = yaml.safe_load(written.read_text())
+    (ran,) = tmp_path.glob("runs/engines/*/seed_1/run.json")
+    trained = json.loads(ran.read_text())["recipe"]
+    for found in (recipe, trained):
+        assert found["optimizer"] == {
+            "name": "adamw",
+            "lr": 3e-4,
+            "betas": [0.9, 0.95],
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+        }
+        assert [found["schedule"][key] for key in ("kind", "final")] == ["cosine", 0.1]
+        assert (found["clip"], found["steps"], found["batch"]["sequences"]) == (1.0, 20, 8)
+    assert recipe["origin"]["lr"] == {"from": "arm base on text, by recipe rla"}
+    model = json.loads((written.parent / "config.json").read_text())
+    assert model["init_std"] == 0.006
+    notes = open_report("s", db=db).notes
+    assert any("all arms have the learning rate of recipe rla, unless an arm sets its own" in note for note in notes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

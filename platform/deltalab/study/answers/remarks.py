@@ -391,11 +391,13 @@ def _about_engine(spec: RecordedSpec) -> Iterator[str]:
     """Yields what trained the runs, and where their learning rates come from, of a study with an engine."""
     if not (engine := spec.values.get("engine")):
         return
-    rates = "all arms have the learning rate of the file, unless an arm sets its own"
+    source = f"recipe {recipe}" if (recipe := engine.get("recipe")) else "the file"
+    rates = f"all arms have the learning rate of {source}, unless an arm sets its own"
     if spec.is_tuned and "train.lr" in spec.tuned:
         rates = "learning rates were swept at this size"
     elif spec.is_ladder and spec.scales.transfer == "mup":
-        rates = "learning rates are those of the smallest width, which mup scales"
+        of_recipe = f"{source} at " if recipe else ""
+        rates = f"learning rates are those of {of_recipe}the smallest width, which mup scales"
     yield f"Each run was trained by {engine['name']}; {rates}. Its weights were measured on the test split by deltalab."
 
 
@@ -405,9 +407,10 @@ def _about_flops(ledger: RecordedScores) -> Iterator[str]:
     for task in ledger.tasks:
         sections = [values.get("base"), (values.get("for_task") or {}).get(ledger.spec.task_of(task))]
         given = [flops for section in sections if section and (flops := (section.get("train") or {}).get("flops"))]
+        if not given:
+            continue
         trials = [trial for trial in ledger.trials if (trial.task, trial.stage) == (task, "confirm")]
-        steps = {trial.config["train"]["steps"] for trial in trials}
-        if given and steps:
+        if steps := {trial.config["train"]["steps"] for trial in trials}:
             span = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"
             lines.append(f"{given[-1]:g} on {task}, in {span} steps")
     if lines:

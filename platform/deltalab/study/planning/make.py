@@ -16,6 +16,7 @@ from deltalab.own_module import OwnModule
 from deltalab.registry import get_task, rule_plugin
 from deltalab.study.planning.config_difference import difference
 from deltalab.study.planning.engine_limits import refuse_what_no_engine_trains
+from deltalab.study.planning.engine_recipe import study_recipe
 from deltalab.study.planning.feasibility import check_space
 from deltalab.study.planning.further_metrics import further_metrics
 from deltalab.study.planning.matching import Matcher
@@ -94,13 +95,16 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     if (count := len(tasks) * (1 + len(changes) + finalists)) > MOST_ARMS:
         raise InputError(f"has {count:,} arms, counted on each task; a study has at most {MOST_ARMS:,}")
     matcher, counter = Matcher(spec.tune.searched if spec.tune else {}), CostCounter()
-    arms = []
+    arms, recipe = [], None
     for task_name, task in tasks.items():
         sized = sized_tasks[task_name]
         start, sizes = _sized_preset(spec.base, sized.model)
         for_task = spec.for_task.get(sized.task, Change())
         unsized = with_change(spec.base, for_task)
         base = with_change(with_change(start, for_task), Change(model=sizes, train=sized.train))
+        recipe = recipe or study_recipe(spec, base, task)
+        if recipe is not None:
+            base = recipe.applied(base, task.length)
         flops, resolved = base.train.get(FLOPS), {}
         for name, change in {"base": Change(), **changes}.items():
             where = name if name == "base" else f"arms.{name}"
@@ -129,11 +133,12 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
             arms.append(PlannedArm(name, task_name, name == "base", config, change_of, flops))
         for i in range(finalists):
             arms.append(PlannedArm(f"found_{i + 1}", task_name, False, resolved["base"], {}, flops))
-    plan = Plan(spec, profile, arms, tasks, study_file, further=further)
+    notes = () if recipe is None else (recipe.note(arms[0].config, tasks[arms[0].task].length),)
+    plan = Plan(spec, profile, arms, tasks, study_file, notes, further=further)
     refuse_what_no_engine_trains(plan)
     if plan.budget is None:
         return plan
-    return replace(plan, notes=tuple(check_space(plan)))
+    return replace(plan, notes=(*notes, *check_space(plan)))
 
 
 def _refuse_margins(spec: StudySpec, tasks: Mapping[str, Task], further: list[str]) -> None:

@@ -62,7 +62,7 @@ class Plan:
         arms: The arms of each task, the base first.
         tasks: The tasks by the names that the plan gives them, which name a ladder's size as well.
         study_file: What errors call the study.
-        notes: What to know about the search space before the study runs.
+        notes: What to know about the recipe and the search space before the study runs.
         overrides: Settings that override the study's file, by their keys.
         further: The further metrics that the study compares, as `further_metrics` describes them.
     """

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from deltalab.errors import InputError, unknown
+from deltalab.export.papers import recipe_names
 from deltalab.export.recipe import check_setting
 from deltalab.study.specs.search_space import Strict, Whole
 from deltalab.training.recipe_keys import FREE, default_settings
@@ -21,6 +22,8 @@ class Engine(Strict):
 
     Attributes:
         name: torchtitan, or accelerate (transformers' Trainer).
+        recipe: The paper by whose recipe all arms train: its rates, schedule, decay, clipping and start, which the base
+            then leaves to it; and batch and steps, unless the study says otherwise.
         processes: The processes of a training on CPUs. With `resources: {gpu: N}`, each of N GPUs has one.
         settings: Settings of the engine's recipe, such as `compile: true` or `batch.micro: 4`. All others are keys of
             the study itself, such as `train.lr`.
@@ -32,6 +35,7 @@ class Engine(Strict):
     """
 
     name: Literal["torchtitan", "accelerate"]
+    recipe: Annotated[str, Field(json_schema_extra={"enum": [*recipe_names()]})] | None = None
     processes: Annotated[Whole, Field(ge=1, le=1024)] = 1
     settings: dict[str, Any] = {}  # noqa: RUF012 pydantic copies it
     evaluate: tuple[str, ...] = ()
@@ -43,6 +47,13 @@ class Engine(Strict):
     @classmethod
     def _name_alone(cls, raw: Any) -> Any:
         return {"name": raw} if isinstance(raw, str) else raw
+
+    @field_validator("recipe")
+    @classmethod
+    def _is_recipe(cls, raw: str | None) -> str | None:
+        if raw is not None and raw not in recipe_names():
+            raise ValueError(str(unknown("recipe", raw, recipe_names())))
+        return raw
 
     @field_validator("settings")
     @classmethod

@@ -51,13 +51,13 @@ def with_change(base: Method, change: Change) -> Method:
     return Method(rule=rule, model={**below, **above}, train={**base.train, **change.train})
 
 
-def resolve_method(method: Method, task: Task, counter: CostCounter, *, where: str) -> dict[str, Any]:
+def resolve_method(method: Method, task: Task, counter: CostCounter | None = None, *, where: str) -> dict[str, Any]:
     """Spells out every setting of a method.
 
     Args:
         method: The rule, the model and the training as the study's file states them.
         task: The task, which sets `vocab_size` and `readout` of the model.
-        counter: Counts the model where `train.flops` gives the steps.
+        counter: As in `resolve`.
         where: The arm, which errors name.
 
     Raises:

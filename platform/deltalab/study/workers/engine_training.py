@@ -96,7 +96,9 @@ def _packed(task: Text) -> Packed:
 
 def _export(job: Job, model: ModelSpec, train: TrainSpec, task: Text, folder: Path) -> None:
     """Writes the model of a job, untrained, with the recipe that trains as the job says."""
-    origin = f"arm {job.arm} on {job.task}"
+    assert job.engine is not None
+    recipe = f", by recipe {job.engine['recipe']}" if job.engine.get("recipe") else ""
+    origin = f"arm {job.arm} on {job.task}{recipe}"
     source = Source(
         model=model,
         weights=None,
@@ -105,7 +107,6 @@ def _export(job: Job, model: ModelSpec, train: TrainSpec, task: Text, folder: Pa
         scores={},
         tokenizer=str(_packed(task).folder),
     )
-    assert job.engine is not None
     export(source, folder, to="torchtitan" if job.engine["name"] == "torchtitan" else "hf")
 
 
