@@ -316,9 +316,13 @@ def bits_per_byte(model: Model, task: Text) -> float:
 
 
 @pytest.mark.slow
-def test_the_engine_trains_by_the_recipe_of_a_paper(packed: Path, tmp_path: Path) -> None:
+def test_the_engine_trains_by_the_recipe_of_a_paper_for_as_many_operations(packed: Path, tmp_path: Path) -> None:
     db, file = tmp_path / "lab.db", tmp_path / "s.yaml"
-    file.write_text(yaml.safe_dump(study(packed, **OF_RECIPE, arms={}, seeds=1, compare={})))
+    train = {"flops": 1.7e8, "batch_size": 8, "evaluations": 2, "eval_batches": 2}
+    changes = {**OF_RECIPE, "base": {**STUDY["base"], "train": train}, "arms": {}, "seeds": 1, "compare": {}}
+    file.write_text(yaml.safe_dump(study(packed, **changes)))
+    steps = plan_study(file).arms[0].config["train"]["steps"]
+    assert steps % 2, "the last step is none of those after which validation is due"
     assert run_study_file(file, db=db, executor="inline", unchecked=True).state == "done"
     (written,) = tmp_path.glob("runs/engines/*/model/recipe.yaml")
     recipe = yaml.safe_load(written.read_text())
@@ -333,11 +337,14 @@ def test_the_engine_trains_by_the_recipe_of_a_paper(packed: Path, tmp_path: Path
             "weight_decay": 0.1,
         }
         assert [found["schedule"][key] for key in ("kind", "final")] == ["cosine", 0.1]
-        assert (found["clip"], found["steps"], found["batch"]["sequences"]) == (1.0, 20, 8)
+        assert (found["clip"], found["steps"], found["batch"]["sequences"]) == (1.0, steps, 8)
     assert recipe["origin"]["lr"] == {"from": "arm base on text, by recipe rla"}
     model = json.loads((written.parent / "config.json").read_text())
     assert model["init_std"] == 0.006
+    with Store.open(db) as store:
+        assert max(point.step for point in store.curves(1, "text", "loss", "train")) == steps
     notes = open_report("s", db=db).notes
+    assert any(f"1.7e+08 on text, in {steps} steps" in note for note in notes)
     assert any("all arms have the learning rate of recipe rla, unless an arm sets its own" in note for note in notes)
 
 

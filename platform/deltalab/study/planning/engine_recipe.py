@@ -113,6 +113,6 @@ def _refuse_both(spec: StudySpec, paper: PaperRecipe) -> None:
             part, _, key = path.partition(".")
             if key in getattr(section, part):
                 raise InputError(
-                    f"{where} sets {path}, and so does engine.recipe {paper.name}: leave it out (null takes a key away "
-                    "in a profile), or set it in an arm"
+                    f"{where} sets {path}, and so does engine.recipe {paper.name}: leave it out ({path}: null in a "
+                    f"profile, {path}= on the command line), or set it in an arm"
                 )

@@ -346,7 +346,7 @@ class StudySpec(_Strict):
         if where := next((where for where, sets_steps in places.items() if sets_steps), None):
             raise ValueError(
                 f"{where} sets train.steps, and {budget} train.flops, which gives the steps: leave one out "
-                "(null takes a key away in a profile)"
+                "(train.steps: null in a profile, train.steps= on the command line)"
             )
         return self
 
