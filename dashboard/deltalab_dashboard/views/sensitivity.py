@@ -42,7 +42,7 @@ def page(store: Store, study: Study) -> None:
     splits: list[Literal["validation", "test"]] = ["validation", "test"]
     split = right.selectbox("Split", splits[:1] if spec.is_search else splits, key="split", bind="query-params")
     sweeps, recorded_task = by_task[task], recorded_tasks(study)[task]
-    for warning in range_end_notes(sweeps, spec):
+    for warning in range_end_notes(sweeps, spec, task):
         st.warning(plain(warning), icon=":material/warning:")
     names = [arm.name for arm in store.arms(study.id)]
     base = next(arm.name for arm in store.arms(study.id) if arm.is_base)
@@ -56,7 +56,7 @@ def page(store: Store, study: Study) -> None:
     palette = colors.arm_colors(names, base, picked or names[: len(colors.PALETTE)])
     metric = f"{recorded_task.metric} on {split} ({'higher' if recorded_task.maximize else 'lower'} is better)"
     color_of, several = {sweep.arm: palette[sweep.arm] for sweep in sweeps}, len(searched) > 1
-    figure = sensitivity_chart(frame, searched[path], path, metric, color_of, base, several=several)
+    figure = sensitivity_chart(frame, spec.tuned_on(task)[path], path, metric, color_of, base, several=several)
     name, description = f"{study.name} {task} {path}", f"The score of each arm against {path}"
     downloads.chart(figure, name, rows=frame, description=description)
     st.caption(bullets(notes(frame, path, several)))

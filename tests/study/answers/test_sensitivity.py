@@ -31,7 +31,7 @@ def test_each_arm_has_its_best_value_and_says_where_it_lies(store: Store) -> Non
     assert (late.arm, late.best, late.ends) == ("late", 2, {"train.lr": "highest"})
     assert base.values == {number: {"train.lr": lr} for number, lr in enumerate(RATES)}
     assert base.scores(1, "validation") == [0.7] * 8
-    (warning,) = range_end_notes([base, late], RecordedSpec(store.study(study).spec))
+    (warning,) = range_end_notes([base, late], RecordedSpec(store.study(study).spec), "mqar")
     assert warning.startswith("The best train.lr of late is the highest that was tried, 0.1: ")
     assert warning in report(store, study).tables[0].warnings, "the report and the page say the same"
 

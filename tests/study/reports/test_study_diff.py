@@ -254,6 +254,17 @@ def test_a_difference_of_some_arms_names_them(file: Path) -> None:
     assert [row.key for row in rows] == ["rule.d"]
 
 
+def test_a_range_of_a_task_is_a_setting_that_differs(file: Path) -> None:
+    tune = "tune: {train.lr: {choice: [0.01, 0.02]}, trials: 2}"
+    file.write_text(STUDY.replace("seeds: 2", f"{tune}\nseeds: 2"))
+    left = side_of_file(file)
+    own = "for_task: {other: {tune: {train.lr: {choice: [0.03, 0.04]}}}}"
+    file.write_text(STUDY.replace("seeds: 2", f"{tune}\n{own}\nseeds: 2"))
+    found = study_diff(left, side_of_file(file))
+    assert [(row.key, row.right) for row in found.settings] == [("for_task.other.tune.train.lr.choice", [0.03, 0.04])]
+    assert found.arms == []
+
+
 def test_two_arms_of_one_study(file: Path, platform: Platform) -> None:
     said = platform("study", "diff", file, file, "--arm", "base", "--arm", "without_d", "--json")
     rows = json.loads(said.out)["arms"]

@@ -210,6 +210,22 @@ def test_extend_moves_all_arms_alike_until_the_best_is_inside(plan: Callable[...
     assert not [warning for warning in shown(store, one).tables[0].warnings if "that was tried" in warning]
 
 
+def test_a_task_tries_and_extends_a_range_of_its_own(plan: Callable[..., Plan], store: Store) -> None:
+    tasks = {"mqar": MQAR, "slow": {**MQAR, "task": "mqar"}}
+    of_task = {"slow": {"tune": {"train.lr": {"log_uniform": [1e-5, 1e-3]}}, "train": {"lr": 1e-4}}}
+    one = schedule(plan(ablate=["d"], task=tasks, for_task=of_task, tune={**TUNE, "extend": True}), store)
+    jobs = finish(one, lambda job, seed: by_lr(job) if job.task == "mqar" else job.values["train.lr"] / 1e6)
+    moved = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1]
+    for arm in ("base", "without_d"):
+        assert rates([job for job in jobs if job.task == "mqar"], arm) == [0.001, 0.01, 0.1]
+        assert rates([job for job in jobs if job.task == "slow"], arm) == pytest.approx(moved)
+    tables = {table.task: table for table in shown(store, one).tables}
+    assert {row.tuned["train.lr"] for row in tables["mqar"].rows} == {0.01}
+    assert {row.tuned["train.lr"] for row in tables["slow"].rows} == {1.0}
+    (warning,) = [warning for warning in tables["slow"].warnings if "that was tried" in warning]
+    assert warning.startswith("The best train.lr of base, without_d is the highest that was tried, 1: ")
+
+
 def test_extend_ends_after_a_few_moves(plan: Callable[..., Plan], store: Store) -> None:
     one = schedule(plan(tune={**TUNE, "extend": True}), store)
     jobs = finish(one, lambda job, seed: job.values["train.lr"] / 1e6)

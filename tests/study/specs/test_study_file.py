@@ -188,6 +188,19 @@ TUNING = [
     ({"extend": "yes", "train.lr": LR}, "tune.extend must be a valid boolean, not 'yes'"),
 ]
 
+OF_A_TASK = [
+    ({"train.lrr": LR}, "for_task.mqar.tune: unknown setting 'train.lrr'; did you mean 'train.lr'?"),
+    ({"train.clip": {"uniform": [1, 2]}}, "for_task.mqar.tune: unknown setting 'train.clip'; allowed: train.lr"),
+    ({"train.lr": {"log_uniforms": [1, 2]}}, "for_task.mqar.tune.train.lr: unknown key 'log_uniforms'; did you mean"),
+    ({"train.lr": {"uniform": [2, 1]}}, "for_task.mqar.tune.train.lr: "),
+    ({"train.lr": {"choice": [0.1, 0.2]}}, "for_task.mqar.tune: extend moves a range, and every setting is searched"),
+    ({"train.lr": {**LR, "when": {"train.clip": 1}}}, "for_task.mqar.tune.train.lr: when goes with search"),
+    ({"train.lr": {"uniform": [-5, 1]}}, "tune.train.lr: -5.0 makes no model on task 'mqar'"),
+    ({"train.lr": 3}, "for_task.mqar.tune.train.lr must be a mapping, not 3"),
+    ({"trials": 4}, "for_task.mqar.tune.trials is the same for all tasks and stands in tune"),
+    (3, "for_task.mqar.tune must be a mapping, not 3"),
+]
+
 SEARCHING = [
     ({"train.lr": {"unform": [1, 2]}}, "search.train.lr: unknown key 'unform'; did you mean 'uniform'?"),
     ({"trails": 3, "train.lr": LR}, "search: unknown key 'trails'; did you mean 'trials'?"),
@@ -241,6 +254,19 @@ REFUSED = [
     *NEAREST,
     *TYPES,
     *[({"tune": {"trials": 2, **given}}, says) for given, says in TUNING],
+    *[
+        ({"tune": {"trials": 3, "extend": True, "train.lr": LR}, "for_task": {"mqar": {"tune": given}}}, says)
+        for given, says in OF_A_TASK
+    ],
+    ({"for_task": {"mqar": {"tune": {"train.lr": LR}}}}, "for_task.mqar.tune has ranges of settings that the study"),
+    ({"arms": {"x": {"tune": {"train.lr": LR}}}}, "arms: x.tune stands in for_task"),
+    (
+        {
+            "tune": {"trials": 3, "train.lr": LR},
+            "for_task": {"mqar": {"tune": {"train.lr": {"choice": [0.1, 0.2]}}}},
+        },
+        "tune.trials 3: there are only 2 choices to try on task 'mqar'",
+    ),
     *[({"search": {"trials": 2, "finalists": 1, **given}}, says) for given, says in SEARCHING],
     *ARMS,
 ]
@@ -637,6 +663,7 @@ def test_arms_tuning_family_name_and_profile_change_the_study_alone(plan: Callab
         plan(tune={"trials": 2, "train.lr": LR}),
         plan(tune={"trials": 3, "train.lr": LR}),
         plan(tune={"trials": 2, "train.lr": LR, "extend": True}),
+        plan(tune={"trials": 2, "train.lr": LR}, for_task={"mqar": {"tune": {"train.lr": {"uniform": [0.1, 0.2]}}}}),
         plan(seeds={"at_least": 2, "at_most": 3}),
         plan(seeds={"at_least": 2, "at_most": 5}),
         plan(family="task"),

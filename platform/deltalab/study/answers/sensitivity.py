@@ -63,7 +63,7 @@ def sweep(arm: str, task: RecordedTask, ledger: RecordedScores, scores: Scores) 
         ledger: The study's trials and their metrics.
         scores: The runs of all arms on the task.
     """
-    tuned = ledger.spec.tuned
+    tuned = ledger.spec.tuned_on(task.name)
     trials = ledger.of(arm, task.name)
     if tuning := _tuning_alone(ledger, arm, task.name):
         trials = tuning
@@ -93,19 +93,21 @@ def _tuning_alone(ledger: RecordedScores, arm: str, task: str) -> list[TrialRow]
     return [trial for trial in trials if is_own(trial.number, ledger.spec.search)]
 
 
-def range_end_notes(sweeps: Sequence[Sweep], spec: RecordedSpec) -> Iterator[str]:
+def range_end_notes(sweeps: Sequence[Sweep], spec: RecordedSpec, task: str) -> Iterator[str]:
     """Writes a note for each end of a range at which arms have their best value.
 
     Args:
         sweeps: The sweeps of the arms on one task.
         spec: The study's file.
+        task: The name of the task.
     """
+    tuned = spec.tuned_on(task)
     arms_at: dict[tuple[str, str, str, bool], list[str]] = {}
     for sweep in sweeps:
         for path, end in sweep.ends.items():
             assert sweep.best is not None
             value = sweep.values[sweep.best][path]
-            low, *_, high = spec.tuned[path].extremes
+            low, *_, high = tuned[path].extremes
             arms_at.setdefault((path, end, f"{value:.3g}", low < value < high), []).append(sweep.arm)
     hint = "tune: {extend: true} tries further"
     if spec.is_search:

@@ -31,28 +31,40 @@ def check_space(plan: Plan) -> list[str]:
         InputError: A setting or an objective does not exist, a choice or bound makes no model in any combination, two
             arms are the same once they are tuned, or the space has no candidate.
     """
-    space = plan.budget
-    assert space is not None
     key = "search" if plan.spec.search else "tune"
-    if space.whole is not None and space.trials > space.whole:
-        raise InputError(f"{key}.trials {space.trials}: there are only {space.whole} choices to try")
-    notes = _check_models(plan, space, key)
+    for task in plan.tasks:
+        space = _space(plan, task)
+        if space.whole is not None and space.trials > space.whole:
+            own = "" if space is plan.budget else f" on task '{task}'"
+            raise InputError(f"{key}.trials {space.trials}: there are only {space.whole} choices to try{own}")
+    notes = _check_models(plan, key)
     try:
         plan.objectives  # noqa: B018 raises for those that do not exist
         named_candidates(plan)
-        for arm in plan.arms:
-            if arm.is_base:
-                plan.candidates(arm)
     except InputError as error:
         raise InputError(f"{key}.{error}") from None
+    for arm in plan.arms:
+        if arm.is_base:
+            try:
+                plan.candidates(arm)
+            except InputError as error:
+                own = "" if plan.space(arm.task) is plan.budget else f" on task '{arm.task}'"
+                raise InputError(f"{key}.{error}{own}") from None
     search = plan.spec.search
     if search:
         _check_finalists(search)
     if search and search.fidelity:
         notes += _check_rungs(plan, search)
     if search and (search.match or search.constrain.bounds or search.fidelity):
-        notes += _check_costs(plan, space)
+        notes += _check_costs(plan, search)
     return notes
+
+
+def _space(plan: Plan, task: str) -> Space:
+    """The settings that vary on a task of a plan that tunes or searches."""
+    space = plan.space(task)
+    assert space is not None
+    return space
 
 
 def _check_finalists(search: Searching) -> None:
@@ -84,13 +96,15 @@ def _check_rungs(plan: Plan, search: Searching) -> list[str]:
     return notes
 
 
-def _check_models(plan: Plan, space: Space, key: str) -> list[str]:
+def _check_models(plan: Plan, key: str) -> list[str]:
     """Notes the combinations that make no model, on the first task that has such a combination."""
     tuned = [arm for arm in plan.arms if arm.is_base or not plan.spec.search]
-    drawn = _drawn(space.knobs, max(1, MOST_COMBINATIONS // len(tuned)))
+    most = max(1, MOST_COMBINATIONS // len(tuned))
+    combinations_of = {task: _drawn(_space(plan, task).knobs, most) for task in plan.tasks}
     note: list[str] = []
     seen: dict[tuple[str, str], str] = {}
     for arm in tuned:
+        space, drawn = _space(plan, arm.task), combinations_of[arm.task]
         reasons: list[str | None] = []
         first = None
         for knobs in drawn:

@@ -94,10 +94,12 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     finalists = spec.search.finalists if spec.search else 0
     if (count := len(tasks) * (1 + len(changes) + finalists)) > MOST_ARMS:
         raise InputError(f"has {count:,} arms, counted on each task; a study has at most {MOST_ARMS:,}")
-    matcher, counter = Matcher(spec.tune.searched if spec.tune else {}), CostCounter()
+    counter = CostCounter()
     arms, recipe = [], None
     for task_name, task in tasks.items():
         sized = sized_tasks[task_name]
+        tune = spec.tune_on(sized.task)
+        matcher = Matcher(tune.searched if tune else {})
         start, sizes = _sized_preset(spec.base, sized.model)
         for_task = spec.for_task.get(sized.task, Change())
         unsized = with_change(spec.base, for_task)

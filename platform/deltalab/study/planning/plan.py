@@ -16,6 +16,7 @@ from deltalab.statistics.joint_test import ALPHA
 from deltalab.study.planning.matching import Bounded, Matcher
 from deltalab.study.planning.tuning_candidates import spread_candidates
 from deltalab.study.specs.budget import Objective, Searching, Tune
+from deltalab.study.specs.ladder_sizes import task_of
 from deltalab.study.specs.method_settings import resolve, setting, with_values, within_flops
 from deltalab.study.specs.search_space import LAYERS, Search, count_combinations
 from deltalab.study.specs.setting_paths import changes_a_step, model_part, of_training, training_part
@@ -102,6 +103,11 @@ class Plan:
             computed["family"] = self.spec.family
         if self.further:
             computed["compare"] = [[of["task"], of["metric"]] for of in self.further]
+        if own := {task: change.tune for task, change in self.spec.for_task.items() if change.tune}:
+            computed["ranges"] = {
+                task: {path: search.model_dump(mode="json") for path, search in sorted(ranges.items())}
+                for task, ranges in sorted(own.items())
+            }
         if self.spec.margin:
             computed["margin"] = dict(sorted(self.spec.margin.items()))
         return _hash(computed)
@@ -136,6 +142,11 @@ class Plan:
         """The section `search` or `tune`: the settings that vary, and how many candidates are tried."""
         return self.spec.search or self.spec.tune
 
+    def space(self, task: str) -> Tune | Searching | None:
+        """The section `search`, or `tune` with the ranges that a task of the plan has of its own."""
+        scales = self.spec.scales.model_dump() if self.spec.scales else None
+        return self.spec.search or self.spec.tune_on(task_of(task, scales, [*self.spec.task]))
+
     def candidates(self, arm: PlannedArm, values: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         """The candidates that every seed of an arm may train, in order.
 
@@ -147,10 +158,10 @@ class Plan:
             arm: The arm.
             values: The values of the search's finalist that the arm is; nothing for the base.
         """
-        if self.spec.tune:
+        if isinstance(tune := self.space(arm.task), Tune):
             base = next(other for other in self.arms if other.is_base and other.task == arm.task)
-            written = {path: setting(base.config, path, "tune") for path in self.spec.tune.searched}
-            return spread_candidates(self.spec.tune.searched, self.tried(arm), written)
+            written = {path: setting(base.config, path, "tune") for path in tune.searched}
+            return spread_candidates(tune.searched, tune.trials, written)
         values = dict(values or {})
         of_model = model_part(values)
         config = self.config_for(arm, values) if values else arm.config

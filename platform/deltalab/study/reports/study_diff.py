@@ -254,7 +254,9 @@ def _task_facts(version: int | None, fingerprint: str | None, parameters: Mappin
 
 def _settings(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a study outside its arms, by dotted key."""
-    return _flat({key: value for key, value in spec.items() if key not in ELSEWHERE})
+    settings = {key: value for key, value in spec.items() if key not in ELSEWHERE}
+    ranges = {task: {"tune": change.get("tune")} for task, change in (spec.get("for_task") or {}).items()}
+    return _flat({**settings, "for_task": ranges})
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

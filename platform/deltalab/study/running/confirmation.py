@@ -16,6 +16,7 @@ from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.planning.tuning_candidates import beyond, edge
 from deltalab.study.searching.phase import SearchPhase
 from deltalab.study.searching.results import mean_score
+from deltalab.study.specs.budget import Tune
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 
@@ -184,12 +185,12 @@ class ConfirmPhase:
 
     def _extended(self, family: _ArmFamily) -> bool:
         """Gives all arms of a task a candidate beyond the values tried, if an arm's best is the lowest or highest."""
-        tune = self._plan.spec.tune
-        if tune is None or not tune.extend or family.look:
+        if family.look:
             return False
         moved = False
         for task in dict.fromkeys(trials.arm.task for trials in family.arms):
-            if family.moves.get(task, 0) == MOST_MOVES:
+            tune = self._plan.space(task)
+            if not isinstance(tune, Tune) or not tune.extend or family.moves.get(task, 0) == MOST_MOVES:
                 continue
             scores = self._scores(family, task)
             arms = [trials for trials in family.arms if trials.arm.task == task]

@@ -142,9 +142,24 @@ class RecordedSpec:
 
     @cached_property
     def tuned(self) -> dict[str, Search]:
-        """The settings that every arm tunes, by path: those of the training alone in a search."""
+        """The settings that every arm tunes, by path: those of the training alone in a search.
+
+        A task may have ranges of its own: `tuned_on`.
+        """
         sections = self.values.get("tune") or training_part(self.values.get("search") or {})
         return {path: Search.model_validate(given) for path, given in sections.items() if path not in _NOT_SETTINGS}
+
+    def tuned_on(self, label: str) -> dict[str, Search]:
+        """The settings that every arm tunes on a recorded task, by path, in the task's own ranges if it has any.
+
+        >>> lr = {"train.lr": {"choice": [1, 2]}, "trials": 2}
+        >>> own = {"text": {"tune": {"train.lr": {"choice": [3, 4]}}}}
+        >>> RecordedSpec({"tune": lr, "for_task": own}).tuned_on("text")["train.lr"].choice
+        (3, 4)
+        """
+        change = (self.values.get("for_task") or {}).get(self.task_of(label)) or {}
+        own = {path: Search.model_validate(given) for path, given in (change.get("tune") or {}).items()}
+        return {**self.tuned, **own}
 
     @property
     def tasks(self) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from deltalab.authoring.files import study_folder
 from deltalab.errors import InputError, unknown
@@ -15,13 +15,14 @@ from deltalab.models.hybrids import PRESET, find_hybrid
 from deltalab.models.spec import MIXER
 from deltalab.own_module import as_rule
 from deltalab.reading import read_text, read_yaml
-from deltalab.statistics.joint_test import Look, seeds_needed
+from deltalab.statistics.joint_test import Look
 from deltalab.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 from deltalab.study.specs.budget import Bound, Constrain, Match, Searching, Tune
 from deltalab.study.specs.engine import Engine
 from deltalab.study.specs.ladder_sizes import Ladder, refuse_both
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
 from deltalab.study.specs.search_space import MOST_TRIALS, STRICT, Number, Search, Whole
+from deltalab.study.specs.seeds import Seeds, SeedsKey
 
 
 class _Strict(BaseModel):
@@ -37,92 +38,6 @@ LEAST_SHARE = 0.01
 """The least share of a core or a GPU that a stack may take."""
 MOST_ARMS = 1000
 """The most arms of a study, counted on each task and at each size."""
-
-
-class Seeds(_Strict):
-    """Seeds that are added in up to four looks, until each arm is decided or has no prospect of a decision.
-
-    Attributes:
-        at_least: Seeds of the first look.
-        at_most: Seeds of the last look.
-    """
-
-    at_least: Annotated[Whole, Field(ge=2, le=1000)]
-    at_most: Annotated[Whole, Field(ge=2, le=1000)]
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.at_most <= self.at_least:
-            raise ValueError(f"at_most {self.at_most} must be more than at_least {self.at_least}")
-        return self
-
-
-class Further(_Strict):
-    """Seeds that are added to those with which the study was tested before. The ledger finds such a test by itself.
-
-    Attributes:
-        after: The seeds of the study that was tested, as its key `seeds` gave them.
-        at_most: Seeds after the further look.
-    """
-
-    after: "SeedsKey"
-    at_most: Annotated[Whole, Field(ge=2, le=1000)]
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if isinstance(self.after, Unbalanced):
-            raise ValueError("no further look can follow seeds for the arms and more for the base")
-        tested = self.after if isinstance(self.after, int) else self.after.at_most
-        if self.at_most <= tested:
-            raise ValueError(f"at_most {self.at_most} must be more than the {tested} seeds before")
-        return self
-
-
-class Unbalanced(_Strict):
-    """More seeds for the base, which every arm is compared with, than for an arm. They are tested once.
-
-    Attributes:
-        arms: Seeds of each arm.
-        base: Seeds of the base.
-    """
-
-    arms: Annotated[Whole, Field(ge=seeds_needed(), le=1000)]
-    base: Annotated[Whole, Field(le=1000)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_looks(cls, raw: Any) -> Any:
-        for key in ("at_least", "at_most", "after"):
-            if isinstance(raw, dict) and key in raw:
-                raise ValueError(f"arms and base are tested once: leave out {key}, or arms and base")
-        return raw
-
-    @model_validator(mode="after")
-    def _base_has_more(self) -> Self:
-        if self.base <= self.arms:
-            raise ValueError(
-                f"base {self.base} must be more than arms {self.arms}; as many for all: seeds: {self.arms}"
-            )
-        return self
-
-
-def _tag(seeds: Any) -> str:
-    """The kind of a study's key `seeds`."""
-    if isinstance(seeds, Unbalanced) or (isinstance(seeds, dict) and not seeds.keys().isdisjoint(("arms", "base"))):
-        return "[unbalanced]"
-    if isinstance(seeds, Further) or (isinstance(seeds, dict) and "after" in seeds):
-        return "[further]"
-    return "[looks]" if isinstance(seeds, dict | Seeds) else "[number]"
-
-
-SeedsKey = Annotated[
-    Annotated[Whole, Field(ge=1, le=1000), Tag("[number]")]
-    | Annotated[Seeds, Tag("[looks]")]
-    | Annotated[Further, Tag("[further]")]
-    | Annotated[Unbalanced, Tag("[unbalanced]")],
-    Discriminator(_tag),
-]
-Further.model_rebuild()
 
 
 class _WithRule(_Strict):
@@ -152,12 +67,22 @@ class Change(_WithRule):
         model: The settings of the model that differ.
         train: The settings of the training that differ.
         match: Makes an arm as large as the base; in arms only.
+        tune: The task's own ranges, of settings that the study tunes; in for_task only.
     """
 
     rule: str | dict[str, Any] | None = None
     model: dict[str, Any] = {}
     train: dict[str, Any] = {}
     match: Match | None = None
+    tune: dict[str, Search] = {}
+
+    @field_validator("tune", mode="before")
+    @classmethod
+    def _ranges_alone(cls, raw: Any) -> Any:
+        for key in Tune.model_fields:
+            if isinstance(raw, dict) and key in raw:
+                raise ValueError(f".{key} is the same for all tasks and stands in tune: a task has ranges of its own")
+        return raw
 
 
 class Method(_WithRule):
@@ -258,7 +183,7 @@ class StudySpec(_Strict):
         task: One task or several, each with its parameters. A parameter `task: KIND` lets one task appear under several
             names.
         base: The full method, which every arm changes.
-        for_task: What every arm changes in the base on one task.
+        for_task: What every arm changes in the base on one task, and the task's own ranges of tune.
         ablate: Parts to take away one at a time, each an arm `without_PART`: knobs of the rule, or parts of the model.
         factorial: Pairs of parts, each an arm without both; the report gives their interaction.
         arms: Further arms by name.
@@ -304,12 +229,35 @@ class StudySpec(_Strict):
                 raise ValueError(f"{name}.match stands in an arm: the base has nothing to match")
         return raw
 
+    @field_validator("arms")
+    @classmethod
+    def _tasks_tune(cls, raw: dict[str, Change]) -> dict[str, Change]:
+        for name, change in raw.items():
+            if change.tune:
+                raise ValueError(f"{name}.tune stands in for_task: all arms of a task try the same candidates")
+        return raw
+
     @model_validator(mode="after")
     def _a_search_makes_its_own_arms(self) -> Self:
         if self.search is not None:
             for key in ("ablate", "factorial", "arms", "tune"):
                 if getattr(self, key):
                     raise ValueError(f"search makes its own arms and tunes them: leave out {key}")
+        return self
+
+    @model_validator(mode="after")
+    def _ranges_of_tasks_are_of_tuned_settings(self) -> Self:
+        for name, change in self.for_task.items():
+            where = f"for_task.{name}.tune"
+            if change.tune and self.tune is None:
+                raise ValueError(f"{where} has ranges of settings that the study tunes: add tune, with trials")
+            for path in change.tune:
+                if self.tune is not None and path not in self.tune.searched:
+                    raise unknown("setting", path, self.tune.searched, where=where)
+            try:
+                self.tune_on(name)
+            except ValidationError as error:
+                raise ValueError(f"{where}{_below(error.errors()[0]['msg'])}") from None
         return self
 
     @model_validator(mode="after")
@@ -367,6 +315,11 @@ class StudySpec(_Strict):
             tuned.setdefault(section, {})[key] = None
         refuse_both(self.scales, tuned, "tune")
         return self
+
+    def tune_on(self, task: str) -> Tune | None:
+        """The section `tune` with the ranges of one of the file's tasks in place; None if the study tunes nothing."""
+        own = self.for_task[task].tune if task in self.for_task else {}
+        return Tune.model_validate({**self.tune.model_dump(), **own}) if self.tune and own else self.tune
 
     @property
     def looks(self) -> tuple[Look, ...]:
@@ -498,9 +451,7 @@ def _first_line(error: ValidationError) -> str:
         names = [*kind.model_fields, *{StudySpec: ["profiles"], Seeds: ["after", "arms", "base"]}.get(kind, [])]
         return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
     if first["type"] == "value_error":
-        message = first["msg"].removeprefix("Value error, ")
-        # A message that begins with .KEY is about a key below this one.
-        return f"{key}{message}" if message.startswith(".") or not key else f"{key}: {message}"
+        return f"{key}{_below(first['msg'])}".removeprefix(": ")
     says = _SAYS.get(first["type"], first["msg"].replace("Input should", "must").replace("String should", "must"))
     if key.endswith(".rule") and first["type"] == "string_type":
         says = "must be a rule's name or a mapping"
@@ -508,10 +459,18 @@ def _first_line(error: ValidationError) -> str:
     return f"{key} {says}{raw}"
 
 
+def _below(message: str) -> str:
+    """A validator's message as it follows a key: one that begins with .KEY is about a key below."""
+    message = message.removeprefix("Value error, ")
+    return message if message.startswith(".") else f": {message}"
+
+
 def _kind(parts: list[str]) -> type[BaseModel]:
     """The class that holds the key at a path."""
     if len(parts) == 1:
         return StudySpec
+    if "tune" in parts[2:-1]:
+        return Search
     if "match" in parts[2:-1] or parts[:-1] == ["search", "match"]:
         return Match
     if parts[:2] == ["search", "constrain"]:
