@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "attention over depth": {"rule": "gla", "attention_residuals": 2},
     "latent attention": {"rule": "attention", "conv": 0, "rope": True, "rope_dim": 4, "kv_rank": 6, "q_rank": 5},
     "capped logits": {"rule": "gla", "logit_cap": 2.0},
+    "canon layers": {"rule": "comba", "canon": ["A", "B", "C", "D"]},
     "experts": {"rule": "gla", "experts": {"count": 4, "width": 8, "balance": 0}},
 }
 

@@ -4,19 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltalab import InputError, get_task
 from deltalab.models.block import CANON, Block, Canon
 from deltalab.models.costs import CostCounter
 from deltalab.models.dead_parameters import dead_parameters
+from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import train
 
 SIZES: dict[str, Any] = {"rule": "comba", "vocab_size": 16, "d_model": 8, "heads": 2}
-ALL = ("A", "C", "D")
+ALL = ("A", "B", "C", "D")
 
 
 def net(*places: str, **settings: Any) -> Model:
@@ -50,9 +51,55 @@ def test_a_block_is_its_statement() -> None:
     torch.testing.assert_close(found + branch, want)
 
 
-@pytest.mark.parametrize("places", [("A",), ("C", "D"), ALL], ids=str)
-def test_tokens_one_by_one_and_packed_are_the_whole(places: tuple[str, ...]) -> None:
-    model, tokens = net(*places), torch.arange(20).reshape(2, 10) * 7 % 16
+class Before(nn.Module):
+    """The projections of a layer, and a canon layer on them, token by token."""
+
+    def __init__(self, project: nn.Module, taps: Tensor) -> None:
+        super().__init__()
+        self.project, self.taps, self.in_features = project, taps, project.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.project(x)
+        want = qkv.clone()
+        for t in range(x.shape[1]):
+            for back in range(min(t + 1, CANON)):
+                want[:, t] += self.taps[back] * qkv[:, t - back]
+        return want
+
+
+@pytest.mark.parametrize("rule", ["comba", "attention", "erase_then_delta", "hgrn"])
+@pytest.mark.parametrize("conv", [{"conv": 0}, {"conv": 3}, {"conv": 4, "conv_bias": True}], ids=str)
+def test_b_stands_on_q_k_and_v_before_the_convolution(rule: str, conv: dict[str, Any]) -> None:
+    mixer = net("B", rule=rule, layers=1, **conv).blocks[0].mixer
+    plain = net(rule=rule, layers=1, **conv).blocks[0].mixer
+    assert isinstance(mixer, RuleLayer)
+    assert isinstance(plain, RuleLayer)
+    assert mixer.canon is not None
+    missing = plain.load_state_dict(mixer.state_dict(), strict=False)
+    assert (missing.missing_keys, missing.unexpected_keys) == ([], ["canon"])
+    plain.qkv = Before(plain.qkv, mixer.canon)  # type: ignore[assignment]
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    torch.testing.assert_close(mixer(x), plain(x))
+
+
+LATENT = {"rule": "attention", "rope": True, "rope_dim": 2, "kv_rank": 4, "conv": 0, "features": None}
+READERS: list[dict[str, Any]] = [
+    {},
+    {"conv": 0},
+    {"rule": "erase_then_delta"},
+    {"rule": "path_attention", "conv": 0},
+    LATENT,
+    {"beside": "gla"},
+]
+
+
+@pytest.mark.parametrize(
+    ("places", "settings"),
+    [(("A",), {}), (("C", "D"), {}), (ALL, {}), *((("B",), given) for given in READERS)],
+    ids=str,
+)
+def test_tokens_one_by_one_and_packed_are_the_whole(places: tuple[str, ...], settings: dict[str, Any]) -> None:
+    model, tokens = net(*places, **settings), torch.arange(20).reshape(2, 10) * 7 % 16
     want = model(tokens)
     logits, cache = model.step(tokens[:, :2])
     parts = [logits]
@@ -66,20 +113,23 @@ def test_tokens_one_by_one_and_packed_are_the_whole(places: tuple[str, ...]) -> 
     _, caches = model.step(tokens.reshape(1, 20)[:, :13], cu_seqlens=torch.tensor([0, 10, 13]))
     after, _ = model.step(tokens[:, 3:5].reshape(1, 4), caches, cu_seqlens=torch.tensor([0, 2, 4]))
     torch.testing.assert_close(after[0, 2:], want[1, 3:5])
-    torch.testing.assert_close(cache[0].rows(torch.tensor([1])).canon[0], cache[0].canon[0][1:])
+    torch.testing.assert_close(cache[0].rows(torch.tensor([1])).conv, cache[0].conv[1:])
+    for row, both in zip(cache[0].rows(torch.tensor([1])).canon, cache[0].canon, strict=True):
+        torch.testing.assert_close(row, both[1:])
 
 
 def test_models_without_are_as_before() -> None:
     assert net().state_dict().keys() == build_model(SIZES).state_dict().keys()
     assert [name for name in net("A").state_dict() if "canon" in name] == [f"blocks.{i}.canon.A.taps" for i in range(2)]
+    assert [name for name in net("B").state_dict() if "canon" in name] == [f"blocks.{i}.mixer.canon" for i in range(2)]
 
 
 def test_costs_are_counted_and_nothing_is_dead() -> None:
     spec, plain = ModelSpec.of({**SIZES, "canon": ALL}), ModelSpec.of(SIZES)
     found, before = (CostCounter().costs(given, 40) for given in (spec, plain))
     hidden = 24
-    assert found.parameters - before.parameters == 2 * CANON * (8 + 8 + 2 * hidden)
-    assert found.cache.conv - before.cache.conv == 2 * (CANON - 1) * (8 + 8 + 2 * hidden)
+    assert found.parameters - before.parameters == 2 * CANON * (8 + 3 * 8 + 8 + 2 * hidden)
+    assert found.cache.conv - before.cache.conv == 2 * (CANON - 1) * (8 + 3 * 8 + 8 + 2 * hidden)
     assert dead_parameters(spec, 40) == 0
 
 
@@ -93,10 +143,13 @@ def test_a_stack_is_as_each_alone() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"canon": ["B"]}, "model.canon: B is a convolution of q, k and v, which model.conv gives"),
-    ({"canon": ["E"]}, "model.canon: unknown place 'E'; allowed: A, C, D"),
+    (
+        {"canon": ["B"], "rule": "torch.nn.Identity"},
+        "model.canon B stands on q, k and v of a rule, which a module does",
+    ),
+    ({"canon": ["E"]}, "model.canon: unknown place 'E'; allowed: A, B, C, D"),
     ({"canon": ["A", "A"]}, "model.canon A, A names a place twice"),
-    ({"canon": "A"}, "model.canon must be a list of A, C, D"),
+    ({"canon": "A"}, "model.canon must be a list of A, B, C, D"),
     ({"canon": ["A", "C"], "mlp": False}, "model.canon C has no effect without an MLP"),
     ({"canon": ["D"], "block": "mamba"}, "model.canon D has no effect without an MLP"),
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltalab.models.layer import CacheSize, LayerCache, RuleLayer, shifted
 from deltalab.models.module_layer import ModuleLayer
+from deltalab.models.parts.canon import CANON
 from deltalab.models.parts.depth import DepthNorm, Outputs
 from deltalab.models.parts.experts import Experts
 from deltalab.models.spec import ROPE, ModelSpec
@@ -19,9 +20,6 @@ from deltalab.ops.convolution import tail_of
 from deltalab.ops.norm import ResidualNorm, RMSNorm
 from deltalab.ops.packing import Sequences
 from deltalab.own_module import OwnModule
-
-CANON = 4
-"""The tokens that a canon layer reads."""
 
 LAST = ("mixer.out", "beside.mixer.out", "mlp.out", "mlp.shared.out")
 """The last matrices of mixers and MLPs in a block."""
@@ -115,6 +113,7 @@ def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
         key_dim=key_dim,
         value_dim=value_dim,
         conv=spec.conv,
+        canon="B" in spec.canon,
         qk_heads=spec.own_qk_heads,
         kv_heads=spec.kv_heads,
         qk_norm=spec.qk_norm,
@@ -211,7 +210,8 @@ class Beside(nn.Module):
 class Block(nn.Module):
     """A block of a model: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
-    Canon layers A, C and D stand before the mixer, before the MLP, and before the activation of the MLP.
+    Canon layers A, C and D stand before the mixer, before the MLP, and before the activation of the MLP. B stands in
+    the mixer, on q, k and v.
 
     The block leaves its last sum to the norm that follows the block. So it takes and returns two summands, x and
     branch. A branch of None is zero. With attention over depth, x is all outputs before branch.
@@ -240,7 +240,7 @@ class Block(nn.Module):
             for path, part in self.named_modules():
                 if isinstance(part, Linear | Matrices):
                     part.restart(spec.init_std * (shrink if path in LAST else 1.0))
-        self.canon = nn.ModuleDict({place: Canon(widths[place]) for place in spec.canon})
+        self.canon = nn.ModuleDict({place: Canon(widths[place]) for place in spec.canon if place in widths})
 
     def forward(
         self,

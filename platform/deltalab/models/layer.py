@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
+from deltalab.models.parts.canon import CANON, before_convolution
 from deltalab.models.parts.latent import Latent, kept, refusal
 from deltalab.models.start import OfGate, Ones, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
@@ -63,7 +64,7 @@ class LayerCache:
     """The memory of a layer between calls, for B sequences.
 
     Attributes:
-        conv: The last inputs of the convolution, [B, conv - 1, C].
+        conv: The last inputs of the convolution, [B, conv - 1, C]; with a canon layer before it, 3 more.
         state: The state of the rule. In a layer that `keeps_latents`, the rows of `Latent.rows`, [B, 1, n, r + S].
         place: The number of tokens that were read, [B, 1] with RoPE and [B, 0] without.
         last: The x of the last token, [B, 1, d] with token shift and [B, 0, d] without.
@@ -246,10 +247,11 @@ class Vectors(Started):
         key_dim: K.
         value_dim: V.
         conv: The width of the convolution; 0 for none.
+        kept: The tokens of the past that are kept: conv - 1, or more if the layer's own convolution reads more.
     """
 
     def __init__(
-        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, conv: int
+        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, conv: int, kept: int
     ) -> None:
         super().__init__()
         self.gates = {name: gate for name, gate in gates.items() if gate.features is not None}
@@ -261,7 +263,7 @@ class Vectors(Started):
             self.project[name] = full or nn.Sequential(
                 linear(d_model, gate.rank or 0), linear(gate.rank or 0, width, widens=False)
             )
-        self.width = conv
+        self.width, self.kept = conv, kept
         if conv and self.gates:
             self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, sum(self.widths))
 
@@ -272,12 +274,12 @@ class Vectors(Started):
 
         Args:
             x: The inputs, [B, T, d].
-            past: The projections of the conv - 1 tokens before, [B, conv - 1, C]; None for zeros.
+            past: The projections of the tokens before, [B, kept, C]; None for zeros.
             packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
         """
         z = torch.cat([project(x) for project in self.project.values()], dim=-1)
         past = None if past is None else past.to(z)
-        tail = tail_of(z, past, max(self.width - 1, 0), packed)
+        tail = tail_of(z, past, self.kept, packed)
         if self.width:
             before = z.new_zeros(z.shape[0], self.width - 1, z.shape[-1]) if past is None else past
             inputs, length, taps = torch.cat([before, z], dim=1), z.shape[1], self.conv.to(z).unbind()
@@ -339,6 +341,7 @@ class RuleLayer(Started):
         key_dim: K, the width of a head's keys; None for d_model / heads.
         value_dim: V, the width of a head's values; None for `key_dim`.
         conv: The width of the convolution; 0 for none.
+        canon: Whether q, k and v have a canon layer, x_t + sum_i w_i x_{t-i} over four tokens, before the convolution.
         qk_heads: The heads that have their own q and k, which groups of heads / qk_heads heads share; None for `heads`.
         kv_heads: The heads that have their own k and v, shared in the same way; None for `heads`. At most one of
             `qk_heads` and `kv_heads` is less than `heads`.
@@ -380,6 +383,7 @@ class RuleLayer(Started):
         key_dim: int | None = None,
         value_dim: int | None = None,
         conv: int = 4,
+        canon: bool = False,
         qk_heads: int | None = None,
         kv_heads: int | None = None,
         qk_norm: bool = False,
@@ -428,7 +432,9 @@ class RuleLayer(Started):
             raise InputError(reason)
         self.rule = rule
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
-        self.width, self.rope, self.chunk_size, self.backend = conv, rope, chunk_size, backend
+        # A canon layer and the convolution after it are one convolution.
+        self.width = (conv or 1) + CANON - 1 if canon else conv
+        self.rope, self.chunk_size, self.backend = rope, chunk_size, backend
         self.rope_dim = rope_dim or key_dim
         kind, silu_of_v = (rule.features, rule.silu_of_v) if features is None else FEATURES[features]
         self.channels = Channels(heads, qk_heads or heads, key_dim, value_dim, rule.steps, kind, silu_of_v, kv_heads)
@@ -439,13 +445,13 @@ class RuleLayer(Started):
             ranks = {"q_rank": q_rank, "kv_rank": kv_rank}
             self.qkv = Latent(d_model, self.channels, **ranks, shared=rope_dim or 0, eps=norm_eps)
         placed = rope is None or rope_dim is not None
-        plain = placed and not conv and not qk_norm and self.channels.features == "raw"
+        plain = placed and not self.width and not qk_norm and self.channels.features == "raw"
         self.keeps_latents = kv_rank is not None and rule.grouped and plain
         # Rows are wider than keys, whose width a rule's own scale is for.
         self.scale = rule.scale(key_dim) if self.keeps_latents and scale is None else scale
-        if conv:
-            self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, self.channels.total)
-        elif conv_bias:
+        self.canon = self.drawn("canon", Uniform(CANON**-0.5), CANON, self.channels.total) if canon else None
+        self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, self.channels.total) if conv else None
+        if conv_bias and not conv:
             raise InputError("conv_bias has no effect with conv 0: leave it out")
         self.conv_bias = self.drawn("conv_bias", Uniform(conv**-0.5), self.channels.total) if conv_bias else None
         if skip and rule.steps > 1:
@@ -455,7 +461,8 @@ class RuleLayer(Started):
         self.k_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
         self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps, bias=low_rank_bias)
         vectors = any(gate.features is not None for gate in rule.gates.values())
-        self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv) if vectors else None
+        kept = max(self.width - 1, 0)
+        self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv, kept) if vectors else None
         self.norm = HeadNorm(value_dim, heads=heads, norm=output_norm, gate=output_gate, eps=norm_eps)
         self.gate: nn.Linear | nn.Sequential | None = None
         if output_gate not in (False, "none"):
@@ -514,7 +521,8 @@ class RuleLayer(Started):
             raise InputError(f"the cache is of {cached} sequences, but x holds {sequences}")
         if packed is not None and cache is not None:
             return self._one_by_one(x, cache, packed)
-        taps, past = self.conv if self.width else None, None if cache is None else cache.conv
+        taps = self.conv if self.canon is None else before_convolution(self.canon, self.conv)
+        past = None if cache is None else cache.conv
         products: list[Tensor] = []
         scanned: Callable[..., tuple[Tensor, State, tuple[State, ...]]] = self._scanned
         shifted = {} if self.shift is None else self.shift(x, None if cache is None else cache.last, packed)

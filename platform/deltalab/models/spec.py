@@ -21,7 +21,7 @@ ATTENTION = "attention"
 RULE = "rule"
 """An entry of `ModelSpec.layers` that stands for `ModelSpec.rule`."""
 
-CANONS = ("A", "C", "D")
+CANONS = ("A", "B", "C", "D")
 """The places of canon layers in a block."""
 
 EXPERTS: dict[str, Any] = {"count": 8, "top": 2, "shared": 1, "width": None, "balance": 0.01}
@@ -127,8 +127,8 @@ class ModelSpec:
             weights; None for q = W_q x.
         kv_rank: The width r of the latent c = norm(W_c x) that k = W_k c and v = W_v c of all heads come from
             (multi-head latent attention). None for k and v from x. The layers of `attention` then hold r + rope_dim
-            numbers for each token, if they have neither `conv` nor `qk_norm` nor `features`, and positions only in
-            `rope_dim`; else, they hold k and v.
+            numbers for each token, if they have neither `conv`, `canon` B, `qk_norm` nor `features`, and positions only
+            in `rope_dim`; else, they hold k and v.
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1} (RWKV).
         output_norm: The norm of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true),
             rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, group.
@@ -156,8 +156,8 @@ class ModelSpec:
             with weights that sum to 1, and all `shared` ones. `width` is the hidden width of an expert. If it is null,
             those that a token uses have the width of the SwiGLU together, rounded up to a multiple of 8. `balance` is
             the weight of the balance loss in the loss that is trained on. No token is dropped. Time grows with `count`.
-        canon: Where each block has canon layers, x_t + sum_i w_i x_{t-i} over four tokens: A before the mixer, C before
-            the MLP, D before the MLP's activation. B, on q, k and v, is what `conv` is for.
+        canon: Where each block has canon layers, x_t + sum_i w_i x_{t-i} over four tokens: A before the mixer, B on q,
+            k and v before `conv` (if there is one) and the activation, C before the MLP, D before the MLP's activation.
         attention_residuals: What each mixer and MLP reads. 0 is the sum of the embedding and of all outputs before. A
             number n is an attention over depth: a mean of the embedding, of the sum of each n outputs before, and of
             the sum of those since, with softmax weights that each reader learns. 1 weighs each output (Kimi 2026).
@@ -213,7 +213,7 @@ class ModelSpec:
     mlp: bool = True
     mlp_width: int | None = field(default=None, metadata=LATER)
     experts: Mapping[str, Any] | None = field(default=None, metadata=LATER)
-    canon: tuple[Literal["A", "C", "D"], ...] = field(default=(), metadata=LATER)
+    canon: tuple[Literal["A", "B", "C", "D"], ...] = field(default=(), metadata=LATER)
     attention_residuals: int = field(default=0, metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
     init_std: float | None = field(default=None, metadata=LATER)
@@ -547,13 +547,11 @@ class ModelSpec:
         if not isinstance(self.canon, list | tuple):
             raise InputError(f"model.canon must be a list of {', '.join(CANONS)}, not {self.canon!r}")
         for place in map(str, self.canon):
-            if place == "B":
-                raise InputError(
-                    "model.canon: B is a convolution of q, k and v, which model.conv gives; name A, C or D"
-                )
             if place not in CANONS:
                 raise unknown("place", place, CANONS, where="model.canon")
-            if place != "A" and (not self.mlp or self.block == "mamba"):
+            if place == "B" and isinstance(self.make_rule(), OwnModule):
+                raise InputError("model.canon B stands on q, k and v of a rule, which a module does not have")
+            if place in "CD" and (not self.mlp or self.block == "mamba"):
                 raise InputError(f"model.canon {place} has no effect without an MLP")
         if len(set(self.canon)) < len(self.canon):
             raise InputError(f"model.canon {', '.join(self.canon)} names a place twice: a block has one of each")
