@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent attention": {"rule": "attention", "conv": 0, "rope": True, "rope_dim": 4, "kv_rank": 6, "q_rank": 5},
     "capped logits": {"rule": "gla", "logit_cap": 2.0},
     "canon layers": {"rule": "comba", "canon": ["A", "B", "C", "D"]},
+    "value residual": {"rule": "kda", "value_residual": {}},
     "experts": {"rule": "gla", "experts": {"count": 4, "width": 8, "balance": 0}},
 }
 
@@ -251,6 +252,17 @@ def test_training_alone_has_the_balance_loss_of_experts() -> None:
     with pytest.raises(ValueError, match="no gradient under reentrant checkpoints"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_checkpoints_that_would_cut_a_value_residual_are_refused() -> None:
+    model, ids = made(rule="gla", value_residual={}).train(), tokens(2, 9)
+    weight = model.model.blocks[0].mixer.qkv.weight
+    (right,) = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, weight)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    close(torch.autograd.grad(model(input_ids=ids, labels=ids).loss, weight)[0], right)
+    with pytest.raises(ValueError, match=r"model\.value_residual has no gradient under reentrant checkpoints"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
 def test_training_alone_has_the_z_loss() -> None:

@@ -162,9 +162,11 @@ class DeltaLabModel(PreTrainedModel):
         every_n_layers: int = 1,
     ) -> None:
         how = getattr(gradient_checkpointing_func, "keywords", {})
-        if enable and how.get("use_reentrant") and self.model.spec.balances:
+        spec = self.model.spec
+        if enable and how.get("use_reentrant") and (spec.balances or spec.value_residual):
+            part = "the balance loss of model.experts" if spec.balances else "model.value_residual"
             raise ValueError(
-                "the balance loss of model.experts has no gradient under reentrant checkpoints: give "
+                f"{part} has no gradient under reentrant checkpoints: give "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         self.gradient_checkpointing = enable

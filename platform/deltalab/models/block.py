@@ -130,6 +130,7 @@ def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
         low_rank_bias=spec.low_rank_bias,
         conv_bias=spec.conv_bias,
         skip=spec.skip,
+        value_residual=spec.value_residual,
         norm_eps=spec.norm_eps,
         out_std=(2 * depth) ** -0.5 * (spec.heads * value_dim) ** -0.5,
         chunk_size=spec.chunk_size,
@@ -248,6 +249,7 @@ class Block(nn.Module):
         branch: Tensor | None,
         cache: LayerCache | None = None,
         cu_seqlens: "Tensor | Sequences | None" = None,
+        first: Tensor | None = None,
     ) -> tuple[Tensor | Outputs, Tensor, LayerCache]:
         """Computes the two summands [B, T, d] of the block's output, and the new cache.
 
@@ -256,20 +258,24 @@ class Block(nn.Module):
             branch: The second summand, [B, T, d]; None for zero.
             cache: As in `RuleLayer.advance`.
             cu_seqlens: As in `RuleLayer.advance`.
+            first: As in `RuleLayer.advance`.
         """
         if self.canon:
-            return self._with_canon(x, branch, cache, cu_seqlens)
+            return self._with_canon(x, branch, cache, cu_seqlens, first)
         x, normed = self.norm(x, branch)
-        branch, cache = self._mixed(normed, cache, cu_seqlens)
+        branch, cache = self._mixed(normed, cache, cu_seqlens, first)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             branch, cache = self._fed(normed, cache)
         return x, branch, cache
 
     def _mixed(
-        self, x: Tensor, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None"
+        self, x: Tensor, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None", first: Tensor | None
     ) -> tuple[Tensor, LayerCache]:
-        y, new = self.mixer.advance(x, cache, cu_seqlens=cu_seqlens)
+        if isinstance(self.mixer, ModuleLayer):
+            y, new = self.mixer.advance(x, cache, cu_seqlens=cu_seqlens)
+        else:
+            y, new = self.mixer.advance(x, cache, cu_seqlens=cu_seqlens, first=first)
         if self.beside is None:
             return y, new
         both: tuple[Tensor, LayerCache] = self.beside(x, y, new, None if cache is None else cache.beside, cu_seqlens)
@@ -298,6 +304,7 @@ class Block(nn.Module):
         branch: Tensor | None,
         cache: LayerCache | None,
         cu_seqlens: "Tensor | Sequences | None",
+        first: Tensor | None,
     ) -> tuple[Tensor | Outputs, Tensor, LayerCache]:
         pasts = {} if cache is None else dict(zip(self.canon, cache.canon, strict=True))
         tails: dict[str, Tensor] = {}
@@ -310,7 +317,7 @@ class Block(nn.Module):
 
         x, normed = self.norm(x, branch)
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, normed)
-        branch, cache = self._mixed(canon("A", normed), cache, packed)
+        branch, cache = self._mixed(canon("A", normed), cache, packed, first)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             inner = (lambda z: canon("D", z)) if "D" in self.canon else None

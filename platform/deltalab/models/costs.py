@@ -89,7 +89,10 @@ class CostCounter:
         # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied.
         rows = (model.vocab_size - 1) * (1 if model.tie_embeddings else 2)
         return ModelCosts(
-            parameters=kinds[0][1].ends + rows * model.d_model + sum(n * block.parameters for n, block in kinds),
+            parameters=kinds[0][1].ends
+            + rows * model.d_model
+            + model.value_shares
+            + sum(n * block.parameters for n, block in kinds),
             cache=CacheSize.summed(block.cache for n, block in kinds for _ in range(n)),
             flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
         )

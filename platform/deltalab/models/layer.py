@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.models.parts.canon import CANON, before_convolution
+from deltalab.models.parts.first_values import ValueResidual
 from deltalab.models.parts.latent import Latent, kept, refusal
 from deltalab.models.start import OfGate, Ones, Parameters, Ramp, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
@@ -74,6 +75,7 @@ class LayerCache:
         beside: The memory of the second mixer of the block, if there is one.
         balance: The balance loss of the block's experts on the tokens just read, []; None if there is none. It is no
             memory: nothing reads it later.
+        values: The values [B, n T, H, V] of the tokens just read, if the layer `gives_values`. They are no memory.
     """
 
     conv: Tensor
@@ -84,6 +86,7 @@ class LayerCache:
     canon: tuple[Tensor, ...] = ()
     beside: "LayerCache | None" = None
     balance: Tensor | None = None
+    values: Tensor | None = None
 
     def numel(self) -> int:
         """Returns the number of elements in these tensors."""
@@ -364,6 +367,8 @@ class RuleLayer(Started):
         conv_bias: Whether the convolution has a bias, which starts as its weights do. The kernel does not take it:
             PyTorch's operators then convolve on a GPU, too.
         skip: Whether the output of each head gets D v before the norm, with a learned D that starts at 1.
+        value_residual: The arguments of `ValueResidual`, which mixes v, after its convolution and activation, with that
+            of a model's first layer; None for v alone.
         norm_eps: The number that norms add to a mean square.
         out_std: The standard deviation at which the output projection starts; None for (heads value_dim) ** -0.5.
         chunk_size: The tokens of a chunk in the parallel form.
@@ -400,6 +405,7 @@ class RuleLayer(Started):
         low_rank_bias: bool = False,
         conv_bias: bool = False,
         skip: bool = False,
+        value_residual: Mapping[str, Any] | None = None,
         norm_eps: float = EPS,
         out_std: float | None = None,
         chunk_size: int = 64,
@@ -457,6 +463,9 @@ class RuleLayer(Started):
         if skip and rule.steps > 1:
             raise InputError(f"skip adds a token's v: rule '{rule.name}' has {rule.steps} values for each token")
         self.skip = self.drawn("skip", Ones(), heads) if skip else None
+        self.value_residual = ValueResidual(**value_residual) if value_residual else None
+        self.gives_values = False
+        """Whether the new caches have the values, which later layers mix with theirs."""
         self.q_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
         self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps, bias=low_rank_bias)
@@ -501,7 +510,12 @@ class RuleLayer(Started):
         return packing.unpack(self.advance(packing.pack(x), cu_seqlens=packing.cu_seqlens)[0])
 
     def advance(
-        self, x: Tensor, cache: LayerCache | None = None, *, cu_seqlens: "Tensor | Sequences | None" = None
+        self,
+        x: Tensor,
+        cache: LayerCache | None = None,
+        *,
+        cu_seqlens: "Tensor | Sequences | None" = None,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, LayerCache]:
         """Computes y [B, T, d] for tokens that follow those of the cache, and the new cache.
 
@@ -510,6 +524,7 @@ class RuleLayer(Started):
             cache: The memory of the tokens before; None if there are none.
             cu_seqlens: As in `forward`, or its `Sequences`, which a model makes once for all layers. Caches are then
                 those of the N sequences.
+            first: The values of the first layer for these tokens, which a layer with a value residual needs.
 
         Raises:
             InputError: x has another form, or the cache holds another number of sequences.
@@ -520,7 +535,7 @@ class RuleLayer(Started):
         if cache is not None and cached != sequences:
             raise InputError(f"the cache is of {cached} sequences, but x holds {sequences}")
         if packed is not None and cache is not None:
-            return self._one_by_one(x, cache, packed)
+            return self._one_by_one(x, cache, packed, first)
         taps = self.conv if self.canon is None else before_convolution(self.canon, self.conv)
         past = None if cache is None else cache.conv
         products: list[Tensor] = []
@@ -544,6 +559,10 @@ class RuleLayer(Started):
             qkv, latents = self.qkv(x) if latent else (self._projected(x, shifted), x[..., :0])
             scanned = partial(self._over_latents, latents) if self.keeps_latents else scanned
             q, k, v, tail = features(qkv, taps, past, self.channels, packed, self.conv_bias)
+        values = v if self.gives_values else None
+        if self.value_residual is not None:
+            assert first is not None
+            v = self.value_residual(v, first)
         gate = products.pop(0) if products and self.gate is not None else None
         if gate is not None and isinstance(self.gate, nn.Sequential):
             gate = self.gate[1](gate)
@@ -564,7 +583,8 @@ class RuleLayer(Started):
         if self.vectors is not None:
             tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
         last = x.new_zeros(len(tail), 0, x.shape[2]) if self.shift is None else tail_of(x, None, 1, packed)
-        return self.out(self.norm(o, gate)), LayerCache(tail, state, self._places(x, cache, packed), last, apart_states)
+        new = LayerCache(tail, state, self._places(x, cache, packed), last, apart_states, values=values)
+        return self.out(self.norm(o, gate)), new
 
     def cache_size(self, cache: LayerCache) -> CacheSize:
         """Returns the number of elements in a cache, by what they are for. They sum up to `cache.numel()`."""
@@ -592,18 +612,24 @@ class RuleLayer(Started):
             description = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise InputError(f"x must be a non-empty floating tensor [B, T, {width}], not {description}")
 
-    def _one_by_one(self, x: Tensor, cache: LayerCache, packed: Sequences) -> tuple[Tensor, LayerCache]:
+    def _one_by_one(
+        self, x: Tensor, cache: LayerCache, packed: Sequences, first: Tensor | None
+    ) -> tuple[Tensor, LayerCache]:
         """Advances each of the packed sequences by itself, from its own cache."""
         outputs, caches = [], []
         for n, (start, stop) in enumerate(itertools.pairwise(packed.cu_seqlens.tolist())):
-            output, next_cache = self.advance(x[:, start:stop], cache.rows(torch.tensor([n])))
+            steps = self.channels.steps
+            of_first = None if first is None else first[:, steps * start : steps * stop]
+            output, next_cache = self.advance(x[:, start:stop], cache.rows(torch.tensor([n])), first=of_first)
             outputs.append(output)
             caches.append(next_cache)
         conv, place, last = (
             torch.cat([getattr(output, name) for output in caches]) for name in ("conv", "place", "last")
         )
         state, unlike = joined([output.state for output in caches])
-        return torch.cat(outputs, dim=1), LayerCache(conv, state, place, last, unlike)
+        given = [output.values for output in caches if output.values is not None]
+        values = torch.cat(given, dim=1) if given else None
+        return torch.cat(outputs, dim=1), LayerCache(conv, state, place, last, unlike, values=values)
 
     def _scanned(
         self,

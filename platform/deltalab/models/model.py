@@ -1,6 +1,7 @@
 """Language models made of rule layers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -90,6 +91,8 @@ class Model(Started):
         self.spec = spec
         self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
+        if spec.value_residual:
+            cast(Block, self.blocks[0]).mixer.gives_values = True
         self.norm = make_norm(spec)
         self.rebuild = Rebuild(spec.d_model) if spec.readout == "last" else None
         self.unembed = None
@@ -232,6 +235,7 @@ class Model(Started):
         """
         before: Tensor | Outputs = x
         branch: Tensor | None = None
+        first: Tensor | None = None
         caches: list[LayerCache] = []
         plain = cache is None and cu_seqlens is None and checkpoint is None
         if plain and self.graphs is not None and self.graphs.take(x):
@@ -239,8 +243,10 @@ class Model(Started):
             return self.norm(places(x, at), places(branch, at))[1], caches
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
         for i, block in enumerate(self.blocks):
-            arguments = (before, branch, None if cache is None else cache[i], packed)
+            arguments = (before, branch, None if cache is None else cache[i], packed, first)
             before, branch, next_cache = block(*arguments) if checkpoint is None else checkpoint(block, *arguments)
+            if next_cache.values is not None:
+                first, next_cache = next_cache.values, replace(next_cache, values=None)
             caches.append(next_cache)
         placed = partial(places, at=at)
         last = before.at(placed) if isinstance(before, Outputs) else placed(before)
@@ -250,10 +256,10 @@ class Model(Started):
         """Trains with `BlockGraphs`, on one GPU. Graphs help if batches are too small for the host to keep up.
 
         There are no graphs for batches of another shape than the first, for packed rows, with activation checkpointing,
-        with attention over depth, with a balance loss of experts, and for a forward pass that comes before the backward
-        pass of the last forward pass.
+        with attention over depth, with a balance loss of experts, with a value residual, and for a forward pass that
+        comes before the backward pass of the last forward pass.
         """
-        if not self.spec.attention_residuals and not self.spec.balances:
+        if not self.spec.attention_residuals and not self.spec.balances and not self.spec.value_residual:
             self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:

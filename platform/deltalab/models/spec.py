@@ -27,6 +27,9 @@ CANONS = ("A", "B", "C", "D")
 EXPERTS: dict[str, Any] = {"count": 8, "top": 2, "shared": 1, "width": None, "balance": 0.01}
 """The keys of `ModelSpec.experts`, with their defaults."""
 
+VALUES: dict[str, Any] = {"first": 0.5, "own": 0.5, "learned": True}
+"""The keys of `ModelSpec.value_residual`, with their defaults."""
+
 MIXER = "mixer"
 """A key of a model that names a module in place of a rule: {module: ..., kwargs: {...}}."""
 
@@ -161,6 +164,9 @@ class ModelSpec:
         attention_residuals: What each mixer and MLP reads. 0 is the sum of the embedding and of all outputs before. A
             number n is an attention over depth: a mean of the embedding, of the sum of each n outputs before, and of
             the sum of those since, with softmax weights that each reader learns. 1 weighs each output (Kimi 2026).
+        value_residual: What the values of each layer but the first have of the first layer's, own v_l + first v_1,
+            after convolution and activation: {first: 0.5, own: 0.5, learned: true} or some of these (ResFormer).
+            Learned shares start there. None for v_l alone.
         norm_eps: The number that all norms add to a mean square.
         init_std: The standard deviation at which all matrices inside of the blocks start, over sqrt(2 x blocks) for the
             last matrix of a mixer and of an MLP (GPT-2, 0.02). None is inputs ** -0.5, with the same factor.
@@ -215,6 +221,7 @@ class ModelSpec:
     experts: Mapping[str, Any] | None = field(default=None, metadata=LATER)
     canon: tuple[Literal["A", "B", "C", "D"], ...] = field(default=(), metadata=LATER)
     attention_residuals: int = field(default=0, metadata=LATER)
+    value_residual: Mapping[str, Any] | None = field(default=None, metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
     init_std: float | None = field(default=None, metadata=LATER)
     base_width: int | None = field(default=None, metadata=LATER)
@@ -269,6 +276,7 @@ class ModelSpec:
         if not isinstance(self.layers, int):
             for layer in range(self.depth):
                 self.at(layer)
+        self._check_values()
 
     @classmethod
     def of(cls, given: "ModelSpec | Mapping[str, Any]") -> "ModelSpec":
@@ -308,7 +316,10 @@ class ModelSpec:
             from deltalab.models.published import written_out
 
             rule, settings = written_out(rule, settings)
-        return cls(**settings, rule=rule)
+        made = cls(**settings, rule=rule)
+        if made.value_residual is not None and made.depth == 1:
+            raise InputError("model.value_residual has no effect in one layer, which has no other before it")
+        return made
 
     def _without_idle(self) -> None:
         """Puts settings that no layer reads at their defaults, if all layers are modules: equal models are equal."""
@@ -351,15 +362,19 @@ class ModelSpec:
         return rules
 
     def kinds(self) -> list[tuple[int, "ModelSpec"]]:
-        """Lists the different blocks: how many there are, and a model of such blocks alone, with a vocabulary of 1."""
-        blocks = [replace(self.at(layer), vocab_size=1) for layer in range(self.depth)]
+        """Lists the different blocks: how many there are, and a model of such blocks alone, with a vocabulary of 1.
+
+        A value residual, which adds `value_shares` parameters to a model and is of no block alone, is left out.
+        """
+        blocks = [replace(self.at(layer), vocab_size=1, value_residual=None) for layer in range(self.depth)]
         alike = {repr(block): block for block in blocks}
         counts = Counter(map(repr, blocks))
         return [(counts[key], block) for key, block in alike.items()]
 
     def at(self, layer: int) -> "ModelSpec":
         """Returns the specification of a model in which every block is like the block of `layer`, counted from 0."""
-        plain = replace(self, layers=1, attention=(), window=0)
+        values = self.value_residual if layer else None
+        plain = replace(self, layers=1, attention=(), window=0, value_residual=values)
         if isinstance(self.layers, int):
             attention = {"name": ATTENTION, "window": self.window}
             return replace(plain, rule=attention, beside=None) if self.is_attention(layer) else plain
@@ -383,6 +398,11 @@ class ModelSpec:
             return replace(plain, rule=self.rule if entry["name"] == RULE else knobs, **entry.get("layer", {}))
         except InputError as error:
             raise InputError(f"model.beside: {error}") from None
+
+    @property
+    def value_shares(self) -> int:
+        """The number of learned shares of a value residual."""
+        return 2 * (self.depth - 1) if self.value_residual is not None and self.value_residual["learned"] else 0
 
     @property
     def depth(self) -> int:
@@ -542,6 +562,46 @@ class ModelSpec:
             raise InputError("model.mlp_width has no effect with model.experts.width: leave one of them out")
         # One model has one form.
         object.__setattr__(self, "experts", {**given, "balance": float(balance)})
+
+    def _check_values(self) -> None:
+        if self.value_residual is None:
+            return
+        if not isinstance(self.value_residual, Mapping):
+            raise InputError(
+                f"model.value_residual must be {{{', '.join(VALUES)}}}, or null, not {self.value_residual!r}"
+            )
+        for key in self.value_residual:
+            if key not in VALUES:
+                raise unknown("key", key, VALUES, where="model.value_residual")
+        given = {**VALUES, **self.value_residual}
+        if not isinstance(given["learned"], bool):
+            raise InputError(f"model.value_residual.learned must be true or false, not {given['learned']!r}")
+        for key in ("first", "own"):
+            share = given[key]
+            if isinstance(share, bool) or not isinstance(share, int | float) or not abs(share) < 1e6:
+                raise InputError(f"model.value_residual.{key} must be a number, not {share!r}")
+            given[key] = float(share)
+        if not given["learned"] and given["first"] == 0:
+            raise InputError("model.value_residual.first 0 that is not learned mixes nothing: leave value_residual out")
+        # One model has one form.
+        object.__setattr__(self, "value_residual", given)
+        of_first = None
+        alike = isinstance(self.layers, int) and not self.attention
+        for i, block in enumerate([self] if alike else map(self.at, range(self.depth))):
+            rule = block.make_rule()
+            for name, other in (("beside", "a second v"), ("kv_rank", "a latent in place of v")):
+                if getattr(block, name) is not None:
+                    raise InputError(f"model.value_residual mixes one v, and model.{name} has {other}: leave one out")
+            if isinstance(rule, OwnModule):
+                raise InputError(f"model.value_residual mixes the v of rules, which module '{rule.name}' does not have")
+            values = rule.steps, block.kv_heads or block.heads, block.head_dims[1]
+            of_first = of_first or values
+            if values != of_first:
+                sizes = [f"{steps} of {heads} heads x {width}" for steps, heads, width in (of_first, values)]
+                raise InputError(
+                    f"model.value_residual adds the values of layer 0 to those of layer {i}, which differ in number: "
+                    f"{sizes[0]} and {sizes[1]} for each token"
+                )
 
     def _check_canon(self) -> None:
         if not isinstance(self.canon, list | tuple):

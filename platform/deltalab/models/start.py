@@ -53,6 +53,16 @@ class Ones:
 
 
 @dataclass(frozen=True)
+class Given:
+    """Given numbers [n]."""
+
+    numbers: tuple[float, ...]
+
+    def __call__(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.tensor(self.numbers)
+
+
+@dataclass(frozen=True)
 class Ramp:
     """Numbers [n] from 0 to 1 in equal steps."""
 

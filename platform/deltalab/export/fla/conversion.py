@@ -191,6 +191,7 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
         canon=((),),
         beside=(None,),
         attention_residuals=(0,),
+        value_residual=(None,),
         logit_cap=(None,),
         experts=(None,),
     )

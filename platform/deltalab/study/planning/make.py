@@ -200,6 +200,7 @@ _MODEL_PARTS: dict[str, object] = {
     "canon": (),
     "beside": None,
     "attention_residuals": 0,
+    "value_residual": None,
     "logit_cap": None,
     "experts": None,
 }
