@@ -60,7 +60,10 @@ OF_A_LAYER = (
     "norm_eps",
     "beside",
 )
-"""The settings that an entry of `ModelSpec.layers` may change for its own layer."""
+"""The settings of mixers that an entry of `ModelSpec.layers` may change for its own layer."""
+
+OF_A_BLOCK = (*OF_A_LAYER, "mlp_width")
+"""All settings that such an entry may change."""
 
 OF_A_MIXER = tuple(name for name in OF_A_LAYER if name != "beside")
 """Those of them that a rule's own layer reads."""
@@ -111,7 +114,7 @@ class ModelSpec:
         d_model: The width of each layer.
         layers: A number of layers, or a list of the layers from first to last. An entry of the list is `rule`, which
             stands for the model's rule; the name of another rule; {name: ..., knob: ..., layer: {setting: ...}}, where
-            `layer` changes settings of `OF_A_LAYER` in this layer alone; {module: ..., kwargs: {...}}, a module of any
+            `layer` changes settings of `OF_A_BLOCK` in this layer alone; {module: ..., kwargs: {...}}, a module of any
             author; or {repeat: n, pattern: [entry, ...]}. A list has an entry for each block, also with `mamba` blocks.
         heads: The heads of each layer.
         key_dim: The width of a head's keys; None for d_model / heads.
@@ -648,7 +651,7 @@ class ModelSpec:
     def _listed(self) -> tuple[Layer, ...]:
         """Returns the entries of `layers` one by one, with all knobs, so that equal models have equal entries."""
         name = self.make_rule().name
-        entries = tuple(_entry(entry, name) for entry in _repeated(self.layers, "model.layers"))
+        entries = tuple(_entry(entry, name, OF_A_BLOCK) for entry in _repeated(self.layers, "model.layers"))
         if RULE not in map(_name, entries):
             raise InputError(
                 f"model.layers: rule '{name}' stands in no layer; list `{RULE}`, which is the model's rule, or '{name}'"
@@ -692,10 +695,11 @@ def _few_blocks(count: int) -> None:
         raise InputError(f"model.layers lists {count:,} blocks; a model has at most {MOST['layers']:,}")
 
 
-def _entry(entry: object, rule_name: str) -> Layer:
+def _entry(entry: object, rule_name: str, allowed: tuple[str, ...]) -> Layer:
     """Returns an entry of `layers` in its only form, so that equal entries are equal values.
 
     An entry for the model's own rule, whose name is `rule_name`, becomes `rule` if it changes no knob and no setting.
+    `allowed` are the settings that it may change.
     """
     if isinstance(entry, str):
         entry = {"name": entry}
@@ -706,8 +710,8 @@ def _entry(entry: object, rule_name: str) -> Layer:
     if not isinstance(settings, Mapping):
         raise InputError(f"model.layers: layer takes {{setting: ...}}, not {settings!r}")
     for key in settings:
-        if key not in OF_A_LAYER:
-            raise unknown("setting of a layer", key, OF_A_LAYER, where="model.layers")
+        if key not in allowed:
+            raise unknown("setting of a layer", key, allowed, where="model.layers")
     if "@" in entry["name"]:
         # Import late, as in `ModelSpec.of`.
         from deltalab.models.published import written_out
@@ -716,8 +720,9 @@ def _entry(entry: object, rule_name: str) -> Layer:
     if settings.get("beside") is not None:
         settings = {**settings, "beside": _beside(settings["beside"], rule_name)}
     name = knobs.pop("name")
-    if settings and is_path(name) and isinstance(get_rule(name, **knobs), OwnModule):
-        raise InputError(f"model.layers: module '{name}' has no {next(iter(settings))} of a layer: give it kwargs")
+    of_mixer = [key for key in settings if key in OF_A_LAYER]
+    if of_mixer and is_path(name) and isinstance(get_rule(name, **knobs), OwnModule):
+        raise InputError(f"model.layers: module '{name}' has no {of_mixer[0]} of a layer: give it kwargs")
     settings = {"layer": dict(settings)} if settings else {}
     if name == RULE and knobs:
         raise InputError(f"model.layers: `{RULE}` is the model's rule with its knobs, and takes no {next(iter(knobs))}")
@@ -725,7 +730,7 @@ def _entry(entry: object, rule_name: str) -> Layer:
         return {"name": RULE, **settings} if settings else RULE
     try:
         for key in knobs:
-            if key in OF_A_LAYER and key not in get_rule(name).options():
+            if key in allowed and key not in get_rule(name).options():
                 raise InputError(f"{key} is a setting of the layer: say {{name: {name}, layer: {{{key}: ...}}}}")
         return {**get_rule(name, **knobs).spec(), **settings}
     except InputError as error:
@@ -741,7 +746,7 @@ def _beside(entry: object, rule_name: str) -> Layer:
     if isinstance(entry, Mapping) and "beside" in (entry.get("layer") or {}):
         raise InputError("model.beside: a third mixer does not go beside two")
     try:
-        return _entry(entry, rule_name)
+        return _entry(entry, rule_name, OF_A_LAYER)
     except InputError as error:
         raise InputError(str(error).replace("model.layers", "model.beside")) from None
 

@@ -160,7 +160,7 @@ def why_not(rule: str) -> str | None:
 
 def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
     """The first form that takes the model, and its config. Raises the first refusal if no form takes it."""
-    layers = [spec.at(layer) for layer in range(spec.depth)]
+    layers = [replace(spec.at(layer), value_residual=None) for layer in range(spec.depth)]
     mixers = [layer for layer in layers if layer.make_rule().name != "attention"] or layers
     rule = mixers[0].make_rule().name
     if (reason := why_not(rule)) is not None:
@@ -195,6 +195,8 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
         logit_cap=(None,),
         experts=(None,),
     )
+    if any(layer.mlp_width != spec.mlp_width for layer in layers):
+        raise InputError(f"export to fla: FLA's {form.model_type} has MLPs of one width, that of model.mlp_width")
     attn: list[dict[str, Any]] = []
     for i, layer in enumerate(layers):
         if form.rule != "attention" and layer.make_rule().name == "attention":
