@@ -32,6 +32,9 @@ from deltalab.authoring.rule_checks.rule_runs import (
 from deltalab.ops.recurrence import Backend
 from deltalab.rule import UpdateRule
 
+ROUNDING = 1e-10
+"""The largest relative difference in fp64 of two paths that compute the same function."""
+
 
 def causality_of_values(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures the change of earlier outputs when later tokens change."""
@@ -157,15 +160,22 @@ def _mixed(x: Inputs, other: Inputs, index: int, dim: int) -> Inputs:
 def repetition(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures whether a call returns the same bits after other calls and random draws, and keeps its arguments.
 
-    With gradients, the gradients must be the same bits as well.
+    With gradients, the gradients must be the same bits as well, and results must be those without gradients, but for
+    rounding.
     """
     x = started(rule, inputs(rule, PREFIX + LENGTH))
     single = x.map(Tensor.float)
     for backend in backends_of(rule):
         plain = [m for start in (x, x.span(0), single) for m in _repeated(rule, start, backend, outputs, "")]
         yield from plain
-        if not any(measurement.figure for measurement in plain):
-            yield from _repeated(rule, x, backend, evaluate, ", with gradients")
+        if any(measurement.figure for measurement in plain):
+            continue
+        yield from _repeated(rule, x, backend, evaluate, ", with gradients")
+        trained = evaluate(rule, x, backend)
+        cause = "the code takes another path where gradients are computed: evaluation would measure another rule"
+        for name, y in outputs(rule, x, backend).items():
+            what = f"difference of {name} with gradients from {name} without, {backend},"
+            yield Measurement(error(y, trained[name]), what, cause, ROUNDING)
 
 
 def _repeated(

@@ -383,15 +383,22 @@ def gate_ranges(rule: UpdateRule) -> Iterator[Measurement]:
 
 
 def gate_gradients(rule: UpdateRule) -> Iterator[Measurement]:
-    """Counts the gradients of gates that are not finite in fp32 where arguments are large and values are finite."""
-    gates = layer_of(rule).gates.float()
+    """Counts values and gradients of gates that are not finite in fp32 where arguments are large.
+
+    Gradients count where values are finite, and values where those in fp64 are finite.
+    """
+    exact, gates = layer_of(rule).gates, layer_of(rule).gates.float()
     parameters = dict(gates.named_parameters())
     for size in LARGE:
         x = (size * normal(BATCH, LENGTH, WIDTH, seed=1)).float().requires_grad_()
+        with torch.no_grad():
+            wanted = exact(x.double())
         for name, value in gates(x).items():
-            if (
-                not value.detach().abs().max() < HUGE
-            ):  # a gate without an end, such as an exp, has gradients without one
+            lost = ~value.isfinite() & (wanted[name].abs() < HUGE)
+            what = f"number of values of '{name}' that are finite in fp64 and not in fp32 at inputs of {size:g},"
+            yield Measurement(float(lost.sum()), what)
+            # A gate without an end, such as an exp, has gradients without one.
+            if not value.detach().abs().max() < HUGE:
                 continue
             gradients = gradients_of(weighted({name: value}), {"the input": x, **parameters})
             wrong = {source: broken(source, gradient) for source, gradient in gradients.items()}

@@ -93,7 +93,8 @@ def _gradients(rule: UpdateRule, longer: int, sizes: dict[str, int]) -> tuple[In
 def _moved(rule: UpdateRule, x: Inputs, name: str, place: list[int]) -> float:
     """Changes one head and channel of the input `name`. Returns the relative change of outputs and states."""
     value = x.named()[name].detach()
-    new = within(rule.gates[name], tuple(value.shape), seed=9) if name in rule.gates else -value
+    # Larger values, too, since a maximum over tokens may pass by the smaller ones.
+    new = within(rule.gates[name], tuple(value.shape), seed=9) if name in rule.gates else -4 * value
     head, *channel = place
     mask = torch.zeros(value.shape, dtype=torch.bool)
     by_head = mask.movedim(2 if moves(value) else 0, 0)[head]

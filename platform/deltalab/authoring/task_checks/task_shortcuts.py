@@ -69,7 +69,12 @@ def near_inputs(task: Task) -> Iterator[Measurement]:
 
 
 def one_input(task: Task) -> Iterator[Measurement]:
-    """Measures the share of answers that equal the input at one fixed position."""
+    """Measures the share of answers that equal the input at one fixed position.
+
+    Also measures that share where the first, second, ... question of an example each have a position of their own. A
+    task that declares "distance", such as a copy, may answer in the order of its inputs, and so may one whose answers
+    are all read from the last hidden state.
+    """
     for split, member in _judged_tasks(task):
         questions = _questions(member, split)
         causal = torch.arange(questions.inputs.shape[1]) <= questions.place[:, None]
@@ -83,6 +88,39 @@ def one_input(task: Task) -> Iterator[Measurement]:
         where = f"the input at position {position} names, beyond the share in other examples,"
         what = f"share of answers of {split} that {where}"
         yield Measurement(_beyond(float(share[position]), float(other_share[position])), what)
+        if member.readout == "position" and "distance" not in task.shortcuts:
+            what = f"share of answers of {split} that the input at a position decided by the question's turn names,"
+            yield Measurement(_by_turn(questions, _questions(member, split, seed=1)), what)
+
+
+def _by_turn(asked: _Questions, known: _Questions) -> float:
+    """Returns the share of answers that equal the input at a position fixed for each turn, beyond chance.
+
+    The turn of a question is its place among the questions of its example. Its position is the best one in `known`.
+    """
+    length = min(asked.inputs.shape[1], known.inputs.shape[1])
+
+    def named(questions: _Questions) -> tuple[Tensor, Tensor]:
+        turn = _turns(questions)
+        seen = torch.arange(length) <= questions.place[:, None]
+        return turn, seen & (questions.inputs[questions.row, :length] == questions.labels[:, None])
+
+    known_turn, known_same = named(known)
+    turn, same = named(asked)
+    counts = torch.zeros(int(max(turn.max(), known_turn.max())) + 1, length).index_add_(
+        0, known_turn, known_same.float()
+    )
+    position = counts.argmax(1)[turn]
+    share = same.gather(1, position[:, None]).double().mean()
+    return _beyond(float(share), _by_chance(asked.inputs[asked.row, position], asked.labels))
+
+
+def _turns(questions: _Questions) -> Tensor:
+    """Returns for each question how many questions of its example stand before it."""
+    index = torch.arange(len(questions.row))
+    opens = torch.ones_like(questions.row, dtype=torch.bool)
+    opens[1:] = questions.row[1:] != questions.row[:-1]
+    return index - torch.where(opens, index, 0).cummax(0).values
 
 
 def _by_chance(named: Tensor, labels: Tensor) -> float:
@@ -153,7 +191,7 @@ def order(task: Task) -> Iterator[Measurement]:
     """Measures how far the answers of an example, and those of a batch, stand in order.
 
     The figure is 1 if no answer is less than the one before it, or none is greater, and about 0 if they are drawn
-    independently.
+    independently. Also measures how many examples of a batch share their first answer beyond those of two batches.
     """
     for split, member in _judged_tasks(task):
         questions = _questions(member, split)
@@ -161,6 +199,15 @@ def order(task: Task) -> Iterator[Measurement]:
         first[1:] = questions.row[1:] != questions.row[:-1]
         by_row = questions.labels[first]
         rows = questions.row[first] // SIZE
+        if len(by_row) > SIZE:
+            shared, by_chance = (
+                float((by_row[one:] == by_row[:-one])[(rows[one:] == rows[:-one]) == within].double().mean())
+                for one, within in ((1, True), (SIZE, False))
+            )
+            what = (
+                f"share of examples of {split} with the first answer of another of their batch, beyond other batches,"
+            )
+            yield Measurement(_beyond(shared, by_chance), what, "`draw` draws an answer once for a batch, not a row")
         for labels, groups, what, cause in (
             (questions.labels, questions.row, "an example", "`draw` sorts the answers of an example"),
             (by_row, rows, "a batch", "`draw` sorts examples by their answers: shuffle them"),
@@ -192,6 +239,7 @@ NUMBERS = (
     "the number of different tokens",
     "the number of tokens beside the most frequent",
     "the largest token",
+    "the smallest token",
     "the first token",
     "the last token",
 )
@@ -209,6 +257,8 @@ def _number(questions: _Questions, name: str) -> Tensor:
         return inputs.gather(1, until[:, None])[:, 0]
     if name == "the largest token":
         return torch.where(seen, inputs, -1).amax(1)
+    if name == "the smallest token":
+        return torch.where(seen, inputs, inputs.max()).amin(1)
     ordered = torch.where(seen, inputs, -1).sort(1).values
     opens = torch.ones_like(seen)
     opens[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
