@@ -26,6 +26,15 @@ class TTTLinear(FastWeights):
 
     name: ClassVar[str] = "ttt_linear"
     paper: ClassVar[str] = "arXiv:2407.04620"
+    published = {
+        "source": "TTTLinear in ttt.py of test-time-training/ttt-lm-pytorch",
+        "layer": {
+            "conv": 0, "features": "raw", "scale": 1.0, "output_norm": "layer", "output_gate": False, "norm_eps": 1e-6,
+        },
+        "lacks": "S_0, its bias and the scale and shift of LN, which are learned there; the step's factors 1 / K and "
+        "1 / i + c_i at token i of a mini-batch, and its bias; RoPE inside of each mini-batch; and the last norm over "
+        "all heads together",
+    }  # fmt: skip
 
     beta: Gate = knob(gates.sigmoid())
     mini_batch: int = knob(16, 1)

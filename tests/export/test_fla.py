@@ -229,6 +229,10 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
         ({"rule": {"name": "comba", "b": 1}}, "FLA's comba lacks d .*; add `--set rule.d=0`, and"),
         ({"rule": {"name": "comba", "d": 0}}, "FLA's comba lacks b .*; add `--set rule.b=1`, and"),
         ({"rule": {"name": "comba", "transition": "iplr"}}, "no equal of comba.transition iplr; add `--set rule.tran"),
+        (
+            {"rule": {"name": "linear_attention", "feature_map": "elu"}, "conv": 0, "output_gate": False},
+            "FLA's linear_attn has no equal of linear_attention.feature_map elu",
+        ),
         ({"rule": {"name": "comba", "g": "metala_decay"}}, "no equal of .*; add `--set rule.g=mamba2_decay`, and"),
         ({"rule": {"name": "comba", "beta": 1}}, "no equal of .*; add `--set rule.beta=sigmoid`, and"),
         ({"rule": {"name": "comba", "silu": "qk"}}, "no equal of comba.silu qk; add `--set rule.silu=qkv`, and"),

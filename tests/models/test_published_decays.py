@@ -143,6 +143,19 @@ class TestGLA(PublishedBlock):
         return (o * F.silu(x @ p["gate.weight"].T)) @ p["out.weight"].T
 
 
+class TestLinearAttention(PublishedBlock):
+    """causal_linear_attention.py and attention_layer.py: elu(x) + 1, and 1e-6 in the denominator; without biases."""
+
+    rule = "linear_attention"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x, convolves=False)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        z = 1 / (torch.einsum("nlhi,nlhi->nlh", q, k.cumsum(1)) + 1e-6)
+        o = recurrent(q, k, v, torch.zeros_like(q[..., :1]), read=1.0) * z[..., None]
+        return o.flatten(-2) @ p["out.weight"].T
+
+
 class TestRetNet(PublishedBlock):
     """fla/layers/multiscale_retention.py: rotary positions, gamma = 1 - 2 ** (-5 - h), swish gate after the norm."""
 

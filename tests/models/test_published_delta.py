@@ -251,6 +251,30 @@ class ResidualBlock(PublishedBlock):
         return erased + rate * v[:, :, None] / alpha
 
 
+class TestTTTLinear(PublishedBlock):
+    """TTTLinear of ttt.py without what `lacks` names: f(x) = x + LN(x W), and mini-batches of 16 tokens."""
+
+    rule = "ttt_linear"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        xq, xk, xv = projected(p, x, convolves=False)
+        lr = (x @ p["gates.project.beta.weight"].T).sigmoid()
+        (start, *_) = self.layer().rule.start(xk, xv)
+        w, first, outputs = start, start, []
+        for t in range(x.shape[1]):
+            first = w if t % 16 == 0 else first
+            z = torch.einsum("bhk,bhkv->bhv", xk[:, t], first)
+            z_hat = F.layer_norm(z, z.shape[-1:], eps=1e-6)
+            dim, std = z.shape[-1], (z.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+            grad = z_hat - (xv - xk)[:, t]  # ln_fused_l2_bwd
+            grad = dim * grad - grad.sum(-1, keepdim=True) - z_hat * (grad * z_hat).sum(-1, keepdim=True)
+            w = w - (lr[:, t, :, None] * xk[:, t])[..., None] * (grad / (dim * std))[..., None, :]
+            z = torch.einsum("bhk,bhkv->bhv", xq[:, t], w)
+            outputs.append(xq[:, t] + F.layer_norm(z, z.shape[-1:], eps=1e-6))
+        o = F.layer_norm(torch.stack(outputs, 1), z.shape[-1:], p["norm.weight"], p["norm.bias"], eps=1e-6)
+        return o.flatten(-2) @ p["out.weight"].T
+
+
 class TestRLA(ResidualBlock):
     rule = "rla"
     erases = False

@@ -68,6 +68,12 @@ def linear_attention(S, t):
     return S, S @ t.q
 
 
+def elu_attention(S, t):
+    """arXiv:2006.16236 Eq. 7, phi(x) = elu(x) + 1, without the normalizer."""
+    S = S + outer(t.v, F.elu(t.k) + 1)
+    return S, S @ (F.elu(t.q) + 1)
+
+
 def retnet(S, t):
     """arXiv:2307.08621 Eq. 6 and 8, in its own orientation S_n = gamma S_{n-1} + K_n^T V_n, gamma = 1 - 2^(-5 - h)."""
     S = (1 - 2.0 ** (-5 - t.head)) * S.T + outer(t.k, t.v)
@@ -140,6 +146,7 @@ def comba_b3(S, t):
 
 ONE_STATE = [
     ("linear_attention", {}, linear_attention),
+    ("linear_attention", {"feature_map": "elu"}, elu_attention),
     ("retnet", {}, retnet),
     ("retnet", {"g": "lightning_decay"}, lightning),
     ("mamba2", {}, scalar_gated),

@@ -160,6 +160,7 @@ RETNET = Form(
 def _linear_attention(spec: ModelSpec) -> dict[str, Any]:
     name = "linear_attn"
     plain(spec, name, qk_heads=(None, spec.heads), kv_heads=(spec.kv_heads,), conv=(0,), output_gate=(False,))
+    of_rule(spec, name, feature_map=("unit",))
     needs_features(spec, name, "raw")
     return {**shares_of(spec), "num_kv_heads": spec.kv_heads, "feature_map": "identity"}
 
