@@ -213,9 +213,12 @@ def test_rules(platform: Platform, here: Path) -> None:
     assert [row["name"] for row in found] == deltalab.list_rules()
     ours = ("algebra", "pre_state_deltanet", "pre_state_sgla")
     assert all(row["about"] and (row["paper"] or row["name"] in ours) for row in found)
-    assert "comba" in platform("rule", "list").out
+    listed = platform("rule", "list").out.splitlines()
+    assert len(listed) == 1 + len(found), "piped output is not wrapped"
+    assert any(line.startswith("comba ") for line in listed)
     shown = platform("rule", "show", "comba")
     assert (shown.code, "arXiv:2506.02475" in shown.out) == (0, True)
+    assert f"| lacks | {registry.rule_plugin('comba').kind.published['lacks']} |" in shown.out.splitlines()
     assert json.loads(platform("rule", "show", "comba", "--json").out)["name"] == "comba"
 
 

@@ -12,6 +12,9 @@ from rich.table import Table
 
 from deltalab.errors import InputError
 
+PIPED = 10_000
+"""The width of a table that is no terminal's: each row is one line for the next command of a pipe."""
+
 
 def _without_password(ctx: typer.Context, value: str | None) -> str | None:
     """Refuses a password in a command's arguments, which `ps` shows to other users as long as the command runs."""
@@ -97,4 +100,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
         table.add_column(key, no_wrap=key in ("id", "name"), overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else escape(str(value)) for value in row.values()))
-    Console().print(table if rows else "nothing yet")
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPED
+    console.print(table if rows else "nothing yet")

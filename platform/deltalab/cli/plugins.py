@@ -64,8 +64,10 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
             ) from error
         if as_json:
             print(rule_card.to_json())
-        else:
+        elif console.is_terminal:
             console.print(Markdown(rule_card.to_markdown()))
+        else:  # whole lines for the next command of a pipe
+            print(rule_card.to_markdown())
 
 
 @rule.command("check")
