@@ -72,8 +72,8 @@ def one_input(task: Task) -> Iterator[Measurement]:
     """Measures the share of answers that equal the input at one fixed position.
 
     Also measures that share where the first, second, ... question of an example each have a position of their own. A
-    task that declares "distance", such as a copy, may answer in the order of its inputs, and so may one whose answers
-    are all read from the last hidden state.
+    task that declares "distance" may answer in the order of its inputs. So may one whose questions stand at the same
+    places in all examples, as those of a reversal do, or whose answers are all read from the last hidden state.
     """
     for split, member in _judged_tasks(task):
         questions = _questions(member, split)
@@ -89,8 +89,11 @@ def one_input(task: Task) -> Iterator[Measurement]:
         what = f"share of answers of {split} that {where}"
         yield Measurement(_beyond(float(share[position]), float(other_share[position])), what)
         if member.readout == "position" and "distance" not in task.shortcuts:
-            what = f"share of answers of {split} that the input at a position decided by the question's turn names,"
-            yield Measurement(_by_turn(questions, _questions(member, split, seed=1)), what)
+            turn = _turns(questions)
+            places = torch.zeros(int(turn.max()) + 1, dtype=torch.int64).scatter(0, turn, questions.place)
+            if (places[turn] != questions.place).any():
+                what = f"share of answers of {split} that the input at a position decided by the question's turn names,"
+                yield Measurement(_by_turn(questions, _questions(member, split, seed=1)), what)
 
 
 def _by_turn(asked: _Questions, known: _Questions) -> float:
