@@ -1,5 +1,6 @@
 """Mamba-3: a second-order discretization that writes two tokens at a time, and a complex state as a rotation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import pi
 from typing import ClassVar, Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 from deltalab import gates
 from deltalab.errors import InputError
 from deltalab.gates import Gate, parameterization
+from deltalab.passes import Passes, Run
 from deltalab.rule import Operands, State, UpdateRule, knob
 from deltalab.structure import DECAY
 
@@ -58,6 +60,21 @@ def heavy_tailed_rate() -> Gate:
         low=1e-4,
         high=torch.inf,
         value=lambda z, p: (z.clamp_min(0) + 1 / (1 - z.clamp_max(0))).clamp_min(1e-4),
+    )
+
+
+@parameterization
+def rank_shares(ranks: float = 2) -> Gate:
+    """A learned factor for each rank and channel of a head's value, which starts at 1 / ranks."""
+    if ranks < 1 or ranks != int(ranks):
+        raise InputError(f"rank_shares.ranks must be a whole number of at least 1, not {ranks:g}")
+    return Gate(
+        per="head_value_slot",
+        slots=int(ranks),
+        low=-torch.inf,
+        high=torch.inf,
+        parameters={"value": lambda shape, generator: torch.full(shape, 1 / ranks)},
+        value=lambda z, p: z + p["value"],
     )
 
 
@@ -182,6 +199,109 @@ class Mamba3(UpdateRule):
         if self.normalize:
             q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for x in (q, k))
         return q + c, k + b
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba3MIMO(Passes):
+    """h_t = alpha_t h_{t-1} + sum_r (past_t B_{t-1,r} v_{t-1,r}^T + now_t B_{t,r} v_{t,r}^T)
+    o_t = scale sum_r w_r * h_t^T C_{t,r},   v_{t,r} = m_r * v_t,   alpha_t = exp(-Delta_t a_t)
+    past_t = (1 - lambda_t) Delta_t alpha_t,   now_t = lambda_t Delta_t
+    B_{t,r} = R_t (norm(k_{t,r}) + b_r),   C_{t,r} = R_t (norm(q_{t,r}) + c_r),   R_t turns pair p by phi_tp
+
+    Lahoti et al. 2026 (arXiv:2603.15569), MIMO of rank n: `mamba3` with n writes and n reads for each token, at a state
+    with one n-th of the key channels. The channels of q and k are those of the n ranks one after the other, so that n
+    divides K. m and w are learned for each head, rank and channel (`mimo_x` and `mimo_o` of the authors' code), and
+    start at 1 / n. Their code gates each rank by SiLU(z_r * z), with z_r starting at 1; here the layer gates the sum.
+
+    Costs n rows of two steps for each token, with K / n key channels.
+    """
+
+    name: ClassVar[str] = "mamba3_mimo"
+    paper: ClassVar[str] = "arXiv:2603.15569"
+
+    dt: Gate = knob(step_size())
+    a: Gate = knob(rate(), heavy_tailed_rate())
+    lam: Gate = knob(gates.sigmoid())
+    theta: Gate = knob(angular_velocity(pairs=1), shared_angular_velocity(pairs=1))
+    b: Gate = knob(gates.head_channel(init=1))
+    c: Gate = knob(gates.head_channel(init=1))
+    m: Gate = knob(rank_shares(), rank_shares(ranks=1))
+    w: Gate = knob(rank_shares(), rank_shares(ranks=1))
+
+    def __post_init__(self) -> None:
+        if self.m.slots != self.w.slots:
+            raise InputError(f"mamba3_mimo: m and w must have as many ranks, not {self.m.slots} and {self.w.slots}")
+
+    @property
+    def features(self) -> Literal["unit", "silu", "raw"]:
+        return "raw"
+
+    def key_width(self, key_dim: int) -> int:
+        return key_dim // self.m.slots
+
+    def initial_state(self, k: Tensor, v: Tensor) -> State:
+        key_dim, value_dim = k.shape[-1], v.shape[-1]
+        if key_dim % self.m.slots:
+            raise InputError(f"mamba3_mimo: m.ranks {self.m.slots} must divide the key channels of a head, {key_dim}")
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        shapes = (self.key_width(key_dim), value_dim), (self.theta.slots,), (key_dim,), (value_dim,)
+        return tuple(v.new_zeros(v.shape[0], v.shape[2], *shape, dtype=dtype) for shape in shapes)
+
+    def passes(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State, run: Run
+    ) -> tuple[Tensor, State]:
+        S, phase, last_k, last_v = state
+        dt, lam, g = gates["dt"], gates["lam"], -gates["dt"] * gates["a"]
+        phase = _wrapped(phase[:, None] + (dt.double()[..., None] * gates["theta"]).cumsum(1)).to(dt.dtype)
+        q, k, v = self._by_rank(q, gates["c"], phase), self._by_rank(k, gates["b"], phase), v.to(dt.dtype)
+        keys = torch.cat([last_k[:, None], k.flatten(-2)], 1).unflatten(-1, k.shape[-2:])
+        values = torch.cat([last_v[:, None], v], 1)[..., None, :] * self._shares(gates["m"])
+        # A step of the past and a step of the present for each rank: [B, T, H, n, 2, ...].
+        steps = [torch.stack([x[:, :-1], x[:, 1:]], dim=4) for x in (keys, values)]
+        strength = torch.stack([(1 - lam) * dt * g.exp(), lam * dt], dim=-1)[:, :, :, None].expand(steps[0].shape[:-1])
+        decay = torch.zeros_like(strength)
+        decay[:, :, :, 0, 0] = g
+        write_k, write_v, beta, decays = (x.movedim(2, 4).flatten(1, 3) for x in (*steps, strength, decay))
+        o, (S,) = run(
+            TWO_WRITES,
+            Operands(r=q.transpose(2, 3).flatten(1, 2), k=write_k, u=write_v, g=decays, beta=beta),
+            state=(S,),
+        )
+        o = o.to(dt.dtype).unflatten(1, (-1, self.m.slots)).transpose(2, 3)
+        # The read of a rank lacks the writes of the ranks after it.
+        for step in range(2):
+            later = (q @ steps[0][..., step, :].mT).triu(1) * strength[:, :, :, None, :, step]
+            o = o + later @ steps[1][..., step, :]
+        o = scale * (o * self._shares(gates["w"])).sum(-2)
+        return o, (S, phase[:, -1], k.flatten(-2)[:, -1], v[:, -1])
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, state: State, **gates: Tensor
+    ) -> tuple[Tensor, State]:
+        S, phase, last_k, last_v = state
+        dt, lam = gates["dt"], gates["lam"]
+        phase, alpha = _wrapped(phase + dt[..., None] * gates["theta"]), (-dt * gates["a"]).exp()
+        q, k = self._by_rank(q, gates["c"], phase), self._by_rank(k, gates["b"], phase)
+        S = alpha[..., None, None] * S
+        for strength, keys, value in (
+            ((1 - lam) * dt * alpha, last_k.unflatten(-1, k.shape[-2:]), last_v),
+            (lam * dt, k, v),
+        ):
+            shared = value[..., None, :] * self._shares(gates["m"])
+            S = S + strength[..., None, None] * torch.einsum("bhrk,bhrv->bhkv", keys, shared)
+        o = torch.einsum("bhrk,bhkv->bhrv", q, S) * self._shares(gates["w"])
+        return scale * o.sum(-2), (S, phase, k.flatten(-2), v)
+
+    def _by_rank(self, x: Tensor, bias: Tensor, phase: Tensor) -> Tensor:
+        """x [.., H, K] with a root mean square of 1 in each rank, biased and turned, [.., H, n, K / n]."""
+        x, bias = (y.to(phase.dtype).unflatten(-1, (self.m.slots, -1)) for y in (x, bias))
+        x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return _turned(x + bias, phase[..., None, :].expand(*x.shape[:-1], -1))
+
+    def _shares(self, share: Tensor) -> Tensor:
+        """A gate's factors [H, V n] as [H, n, V]."""
+        shares: Tensor = share.unflatten(-1, (-1, self.m.slots))
+        return shares.mT
 
 
 def _wrapped(phase: Tensor) -> Tensor:

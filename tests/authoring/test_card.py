@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 import pytest
 import torch
@@ -24,10 +25,10 @@ torch.set_num_threads(1)
 VARIANTS = [variant for name in list_rules() for variant in get_rule(name).variants()]
 
 
-def number(formula: str, **sizes: int) -> int:
-    """The value of `2 d H + 4 H`."""
+def number(formula: str, **sizes: int) -> Fraction | int:
+    """The value of `2 d H + 1/2 H`."""
     return sum(
-        math.prod(int(factor) if factor.isdigit() else sizes[factor] for factor in term.split())
+        math.prod(Fraction(factor) if factor[0].isdigit() else sizes[factor] for factor in term.split())
         for term in formula.split(" + ")
     )
 

@@ -89,6 +89,7 @@ LATER = {
     "gated_oja": "exchanges keys and values",
     **dict.fromkeys(("kaczmarz", "q_delta"), "its key of erasure depends on the length of k, or on q"),
     "kalman_linear_attention": "carries a precision from token to token",
+    "mamba3_mimo": "reads several times for each token",
     "mdn": "has a momentum beside its state",
     "memory_caching": "a state for each segment",
 }

@@ -13,6 +13,7 @@ from tests.support.paper_loops import K, Loop, V, rule_equals, step_equals_scan
 from torch import Tensor, outer
 
 import deltalab
+from deltalab.errors import InputError
 from deltalab.rule import UpdateRule
 
 
@@ -117,6 +118,36 @@ def memory_caching(segment: int, fresh: bool, erases: bool) -> Loop:
     return loop
 
 
+def mamba3_mimo(ranks: int) -> Loop:
+    """arXiv:2603.15569, MIMO, as mamba3_step_fn of the authors' code computes it: each rank by itself, then summed."""
+
+    def turned(x: Tensor, phase: Tensor) -> Tensor:
+        pairs = min(len(phase), len(x) // 2)
+        turned = torch.complex(x[:pairs], x[pairs : 2 * pairs]) * torch.exp(1j * phase[:pairs])
+        return torch.cat([turned.real, turned.imag, x[2 * pairs :]])
+
+    def placed(x: Tensor, bias: Tensor, phase: Tensor) -> list[Tensor]:
+        parts = zip(x.chunk(ranks), bias.chunk(ranks), strict=True)
+        return [turned(part / (part.square().mean() + 1e-5).sqrt() + one, phase) for part, one in parts]
+
+    def loop(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
+        (h, phase, *last), outputs = state, []
+        B_last, x_last = list(last[0].chunk(ranks)), last[1]
+        for t in tokens:
+            phase = (phase + t.dt * t.theta) % (2 * torch.pi)
+            B, C = placed(t.k, t.b, phase), placed(t.q, t.c, phase)
+            alpha, mimo_x, mimo_o = torch.exp(-t.dt * t.a), t.m.view(V, ranks), t.w.view(V, ranks)
+            h = alpha * h
+            for r in range(ranks):
+                h = h + (1 - t.lam) * t.dt * alpha * outer(B_last[r], mimo_x[:, r] * x_last)
+                h = h + t.lam * t.dt * outer(B[r], mimo_x[:, r] * t.v)
+            outputs.append(sum(mimo_o[:, r] * (C[r] @ h) for r in range(ranks)))
+            B_last, x_last = B, t.v
+        return outputs, (h, phase, torch.cat(B_last), x_last)
+
+    return loop
+
+
 PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     ("erase_then_delta", {}, one_state(erase_then_delta)),
     ("erase_then_delta", {"transition": "scalar", "gamma": 1}, one_state(erase_then_delta)),
@@ -132,6 +163,11 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     ("mdn", {}, mdn),
     ("mdn", {"g": 0, "beta": 1, "eta": 1, "f": 1}, mdn),
     ("mdn", {"m": {"momentum_decay": {"least": -200}}}, mdn),
+    ("mamba3_mimo", {}, mamba3_mimo(2)),
+    *(
+        ("mamba3_mimo", {gate: {"rank_shares": {"ranks": ranks}} for gate in "mw"}, mamba3_mimo(ranks))
+        for ranks in (1, 3)
+    ),
 ]
 
 
@@ -149,6 +185,15 @@ SETTINGS = [rule for name in sorted({name for name, *_ in PAPERS}) for rule in d
 @pytest.mark.parametrize("rule", SETTINGS, ids=lambda rule: f"{rule.name} [{type(rule)().turned(rule)}]")
 def test_step_says_the_same_as_scan(rule: UpdateRule) -> None:
     step_equals_scan(rule)
+
+
+def test_ranks_that_do_not_divide_the_keys_are_refused() -> None:
+    shares = {"rank_shares": {"ranks": 3}}
+    rule, x = deltalab.get_rule("mamba3_mimo", m=shares, w=shares), zeros(1, 2, 1, 4)
+    with pytest.raises(InputError, match=r"^mamba3_mimo: m.ranks 3 must divide the key channels of a head, 4$"):
+        rule.start(x, x)
+    with pytest.raises(InputError, match="m and w must have as many ranks, not 3 and 2"):
+        deltalab.get_rule("mamba3_mimo", m=shares)
 
 
 @pytest.mark.parametrize("f", [0.05, 1.0, 50.0])

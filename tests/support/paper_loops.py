@@ -14,7 +14,7 @@ import deltalab
 from deltalab.authoring.inputs import Inputs, draw
 from deltalab.rule import UpdateRule
 
-B, T, H, K, V = 2, 11, 3, 5, 4
+B, T, H, K, V = 2, 11, 3, 6, 4
 Loop = Callable[[list[SimpleNamespace], tuple[Tensor, ...]], tuple[list[Tensor], tuple[Tensor, ...]]]
 """(the head's tokens, the tensors of its state before them) to the outputs and the tensors after them."""
 

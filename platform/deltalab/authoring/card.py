@@ -9,8 +9,9 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import cache, partial
 
 import torch
@@ -432,16 +433,18 @@ def _formula(count: Callable[[int, int], int], x: str, y: str) -> str:
     'K V + 2 V'
     >>> _formula(lambda k, v: 2 * k * (k + v) + 1, "K", "V")
     '2 K K + 2 K V + 1'
+    >>> _formula(lambda k, v: k // 2 * v, "K", "V")
+    '1/2 K V'
     >>> _formula(lambda k, v: k * k * v, "K", "V")
     '32,768 where K = 32 and V = 32'
     """
     s = 8
     f = {(i, j): count(i * s, j * s) for i, j in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))}
-    xx = (f[3, 1] - 2 * f[2, 1] + f[1, 1]) // (2 * s * s)
-    yy = (f[1, 3] - 2 * f[1, 2] + f[1, 1]) // (2 * s * s)
-    xy = (f[2, 2] - f[2, 1] - f[1, 2] + f[1, 1]) // (s * s)
-    x1 = (f[2, 1] - f[1, 1]) // s - s * (3 * xx + xy)
-    y1 = (f[1, 2] - f[1, 1]) // s - s * (3 * yy + xy)
+    xx = Fraction(f[3, 1] - 2 * f[2, 1] + f[1, 1], 2 * s * s)
+    yy = Fraction(f[1, 3] - 2 * f[1, 2] + f[1, 1], 2 * s * s)
+    xy = Fraction(f[2, 2] - f[2, 1] - f[1, 2] + f[1, 1], s * s)
+    x1 = Fraction(f[2, 1] - f[1, 1], s) - s * (3 * xx + xy)
+    y1 = Fraction(f[1, 2] - f[1, 1], s) - s * (3 * yy + xy)
     rest = f[1, 1] - s * s * (xx + xy + yy) - s * (x1 + y1)
     if xx * 32 * 32 + xy * 32 * 24 + yy * 24 * 24 + x1 * 32 + y1 * 24 + rest != count(32, 24):
         return f"{count(32, 32):,} where {x} = 32 and {y} = 32"
@@ -456,7 +459,7 @@ def _total(sums: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _sum(terms: dict[str, int]) -> str:
+def _sum(terms: Mapping[str, int | Fraction]) -> str:
     """Returns a sum of terms as text."""
     parts = [f"{'' if n == 1 and term else n} {term}".strip() for term, n in terms.items() if n]
     return " + ".join(parts) or "0"
