@@ -15,7 +15,7 @@ from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.compare import NO_ITEMS, compare
 from deltalab.evaluation.items import Items, of_items
 from deltalab.evaluation.proxy import by_example
-from deltalab.evaluation.results import Result
+from deltalab.evaluation.results import Result, write
 from deltalab.registry import get_task
 from deltalab.store import Store
 from deltalab.store.trainings import add_evaluations, record, trainings
@@ -306,11 +306,33 @@ def test_the_ledger_has_differences_until_one_of_their_values_changes(
         assert len(kept["comparisons"]) == len(rows[1].comparisons)
         shown = comparison_cells(rows)
         assert {tuple(cells[:2]) for cells in shown} == {("run-b", "run-a step-30"), ("run-c", "run-a step-30")}
-        [loss] = [one for one in rows[1].comparisons if one.name == f"loss loss@{2 * LENGTH}"]
+        [loss] = [one for one in rows[1].comparisons if one.name == f"loss loss@{2 * LENGTH} (limit 12)"]
         assert rows[1].evaluations[loss.name] - rows[0].evaluations[loss.name] == pytest.approx(loss.difference)
-        again = {"step": 30, "task": "loss", "metric": f"loss@{2 * LENGTH}", "value": 1.0}
+        again = {"step": 30, "task": "loss", "metric": f"loss@{2 * LENGTH}", "value": 1.0, "limit": 12}
         add_evaluations(store, "b", [again])  # the value of the one model changes ...
         assert [loss.name in {one.name for one in row.comparisons} for row in trainings(store)] == [False, False, True]
         add_evaluations(store, "a", [again])  # ... and that of the model that others are compared with
         assert [loss.name in {one.name for one in row.comparisons} for row in trainings(store)] == [False] * 3
         assert all(len(row.comparisons) == 3 for row in trainings(store)[1:]), "other values keep theirs"
+
+
+def test_a_difference_does_not_outlive_the_value_of_the_first_model(
+    platform: Platform, models: list[Path], words: tuple[object, ...]
+) -> None:
+    def compared(model: Path) -> set[str]:
+        content = json.loads((model / "evaluations.json").read_text())
+        return {one["metric"] for one in content.get("comparisons", []) if one["task"] == "loss"}
+
+    assert platform("eval", *models, *words) == 0
+    before = compared(models[1])
+    assert platform("eval", models[0], *words) == 0
+    assert compared(models[1]) == before, "the same value is measured again"
+    assert platform("eval", models[0], *words[:-3], 3, *words[-2:]) == 0
+    assert compared(models[1]) == before, "another limit gives another value"
+    file = models[0] / "evaluations.json"
+    write([Result(30, "loss", f"loss@{2 * LENGTH}", 1.0, 12, split="validation", limit=12)], models[0], {})
+    assert compared(models[1]) == compared(models[2]) == before - {f"loss@{2 * LENGTH}"}
+    assert len(json.loads(file.read_text())["compared_in"]) == 2
+    (models[2] / "evaluations.json").unlink()
+    write([Result(30, "loss", f"bits_per_byte@{2 * LENGTH}", 1.0, 12, split="validation", limit=12)], models[0], {})
+    assert compared(models[1]) == before - {f"loss@{2 * LENGTH}", f"bits_per_byte@{2 * LENGTH}"}

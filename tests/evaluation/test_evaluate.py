@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from deltalab.evaluation.evaluate import evaluate
 from deltalab.evaluation.harness import HarnessOptions
 from deltalab.evaluation.model_folder import open_model
 from deltalab.evaluation.needle_questions import KINDS, questions
+from deltalab.evaluation.results import Result, write
 from deltalab.export.recipe import paper_recipe
 from deltalab.export.source import Source, model_fields
 from deltalab.export.write import export
@@ -315,17 +317,38 @@ def test_results_stand_in_the_folder_and_in_the_ledger(
     assert "in the ledger" not in capsys.readouterr().out
     with Store.open("lab.db") as store:
         record(store, tmp_path / "run")
-    for limit in (2, 3):  # again, and the later value counts
-        assert platform("eval", folder, "--data", data, "--tasks", "loss", "--limit", limit, "--db", "lab.db") == 0
+    for words in (("--limit", 2), ("--limit", 3, "--split", "test"), ()):
+        assert platform("eval", folder, "--data", data, "--tasks", "loss", *words, "--db", "lab.db") == 0
         assert "also in the ledger" in capsys.readouterr().out
     rows = json.loads((folder / "evaluations.json").read_text())["evaluations"]
     assert {row["step"] for row in rows} == {30}
-    [first] = [row for row in rows if row["metric"] == f"loss@{LENGTH}"]
-    assert first["examples"] == 3
+    shortest = [row for row in rows if row["metric"] == f"loss@{LENGTH}"]
+    assert [(row["split"], row["limit"]) for row in shortest] == [("validation", 2), ("test", 3), ("validation", None)]
+    assert [row["examples"] for row in shortest[:2]] == [2, 3]
     with Store.open("lab.db") as store:
         record(store, tmp_path / "run")  # which knows nothing of evaluations, and leaves them
         [training] = trainings(store)
-    assert training.evaluations == {f"loss {row['metric']}": row["value"] for row in rows}
+    ends = {("validation", 2): " (limit 2)", ("test", 3): " (test, limit 3)", ("validation", None): ""}
+    assert training.evaluations == {
+        f"loss {row['metric']}{ends[row['split'], row['limit']]}": row["value"] for row in rows
+    }
+
+
+def test_a_file_of_evaluations_without_splits_and_limits_is_read(tmp_path: Path) -> None:
+    row = {"step": 3, "task": "loss", "metric": "loss@64", "value": 2.0, "examples": 64, "stderr": None}
+    compared = {**row, "reference": "a", "reference_step": 3, "difference": 0.5}
+    file = tmp_path / "evaluations.json"
+    file.write_text(json.dumps({"evaluations": [row], "comparisons": [compared]}))
+    measured = Result(3, "loss", "loss@64", 2.0, 64, split="validation")
+    write([replace(measured, split="test", value=9.0)], tmp_path, {})
+    write([replace(measured, limit=10, value=8.0)], tmp_path, {})
+    kept = json.loads(file.read_text())
+    assert [one["value"] for one in kept["evaluations"]] == [2.0, 9.0, 8.0]
+    assert len(kept["comparisons"]) == 1, "the value that was compared is still the value"
+    write([replace(measured, value=3.0)], tmp_path, {})
+    kept = json.loads(file.read_text())
+    assert [one["value"] for one in kept["evaluations"]] == [3.0, 9.0, 8.0], "what an old file says is of the defaults"
+    assert "comparisons" not in kept
 
 
 @pytest.mark.slow

@@ -488,6 +488,7 @@ def test_a_suite_is_asked_by_its_name(
     assert [(row["task"], row["metric"]) for row in rows] == [
         ("ruler/niah_single_1", "match@1024"), ("ruler/niah_single_2", "match@1024"),
     ]  # fmt: skip
+    assert [(row["split"], row["limit"]) for row in rows] == [(None, 1), ("validation", 1)]
     kept = json.loads((folder / "evaluations.json").read_text())["evaluations"]
     assert {json.dumps(row["suites"]) for row in kept} == {'{"ruler": 1}'}
     assert platform("eval", folder, "--suite", "lm", "--data", tmp_path / "packed", "--limit", 2) == 0

@@ -174,7 +174,7 @@ def evaluate(
         if len(models) > 1:
             found = compare(results)
             for model in models[1:]:
-                rows = _rows(found, model, folders[model], first)
+                rows = _rows(found, model, folders[model], first, _place(models[0], first))
                 _record(_place(model, folders[model]), folders[model], [], {}, db, rows)
     if len(models) > 1:
         _show(results, found, as_json)
@@ -220,9 +220,22 @@ def _record(
     return summary
 
 
-def _rows(found: "Compared", model: str, folder: "ModelFolder", first: "ModelFolder") -> list[dict[str, Any]]:
-    """The comparisons of a model with the first one, as `evaluations.json` and the ledger have them."""
+def _rows(
+    found: "Compared", model: str, folder: "ModelFolder", first: "ModelFolder", place: Path
+) -> list[dict[str, Any]]:
+    """The comparisons of a model with the first one, as `evaluations.json` and the ledger have them.
+
+    Args:
+        found: The comparisons.
+        model: The model, as the user named it.
+        folder: The folder of the model.
+        first: The folder of the model that it is compared with.
+        place: The folder that keeps the results of that one.
+    """
+    from deltalab.evaluation.results import FILE
+
     reference = {"reference": first.training or str(first.named), "reference_step": first.step}
+    reference["reference_file"] = str((place / FILE).resolve())
     return [
         {"step": folder.step, **reference, **{key: value for key, value in asdict(one).items() if key != "model"}}
         for one in found.comparisons

@@ -27,6 +27,8 @@ class Comparison:
         p: The p-value of "no difference" in the whole family.
         items: The number of items.
         family: The number of differences whose intervals hold together.
+        split: The split of the packed data that was read; None if none was.
+        limit: The examples that the user limited the task to; None for the task's own number.
     """
 
     model: str
@@ -39,6 +41,8 @@ class Comparison:
     p: float
     items: int
     family: int
+    split: str | None = None
+    limit: int | None = None
 
     @property
     def decided(self) -> bool:
@@ -102,7 +106,18 @@ def compare(results: Mapping[str, Sequence[Result]]) -> Compared:
         is_log = result.items is not None and result.items.is_log
         found.comparisons.append(
             Comparison(
-                model, result.task, result.metric, is_log, one.mean, one.low, one.high, one.p, one.n, len(paired)
+                model=model,
+                task=result.task,
+                metric=result.metric,
+                is_log=is_log,
+                difference=one.mean,
+                low=one.low,
+                high=one.high,
+                p=one.p,
+                items=one.n,
+                family=len(paired),
+                split=result.split,
+                limit=result.limit,
             )
         )
     return found

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,16 @@ def evaluate(
         say(f"{folder.named}: {', '.join(left)}")
         for task, measured in harness(folder, left, folders, limit=limit, options=options):
             keep(task, measured)
-    return [result for task in about for result in results[task]]
+    return [
+        replace(result, split=split if task in NEED_DATA else None, limit=_limited(task, limit))
+        for task in about
+        for result in results[task]
+    ]
+
+
+def _limited(task: str, limit: int | None) -> int | None:
+    """The limit of a task as results have it: None if the task has no limit, or has the given one by itself."""
+    return None if task == "proxy" or (task in OWN and limit == LIMIT) else limit
 
 
 def require(

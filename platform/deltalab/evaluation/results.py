@@ -28,6 +28,8 @@ class Result:
         examples: How many examples the value is the mean of; None if the number is not known.
         stderr: The standard error of the value; None if it is not known.
         items: The scores of the single items; None if the metric is no mean of them.
+        split: The split of the packed data that was read; None if none was.
+        limit: The examples that the user limited the task to; None for the task's own number.
     """
 
     step: int | None
@@ -37,6 +39,8 @@ class Result:
     examples: int | None
     stderr: float | None = None
     items: "Items | None" = field(default=None, compare=False, repr=False)
+    split: str | None = None
+    limit: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Returns all but the items, by name."""
@@ -51,14 +55,16 @@ def write(
 ) -> Path:
     """Adds results to the `evaluations.json` of a folder, and comparisons of the folder's model with others.
 
-    A result replaces an earlier one with the same step, task and metric. If the value is another one, comparisons of
-    the earlier value are dropped. A comparison replaces an earlier one of the same result with the same model.
+    A result replaces an earlier one with the same step, task, metric, split and limit. If the value is another one, all
+    comparisons of the earlier value are dropped: those of this file, and those with this model in other files. A
+    comparison replaces an earlier one of the same result with the same model.
 
     Args:
         results: The results.
         directory: The folder.
         about: Further keys of each result in the file.
-        comparisons: The comparisons, as `deltalab.evaluation.compare.Comparison` has them.
+        comparisons: The comparisons, as `deltalab.evaluation.compare.Comparison` has them, each with a
+            `reference_file`, the `evaluations.json` of the model that the folder's model is compared with.
 
     Returns:
         The file.
@@ -67,32 +73,65 @@ def write(
         InputError: If the folder has an `evaluations.json` that is not a file of results.
     """
     file = directory / FILE
-    earlier: list[dict[str, Any]] = []
-    compared: list[Mapping[str, Any]] = []
-    if file.is_file():
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            earlier, compared = content["evaluations"], content.get("comparisons", [])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(f"{file}: is no file of evaluations; move it away") from None
-    rows = {(row["step"], row["task"], row["metric"]): row for row in earlier}
-    others = {(*_of(row), row["reference"], row["reference_step"]): row for row in compared}
+    content = _read(file)
+    rows = {_of(row): row for row in content["evaluations"]}
+    others = {_pair(row): row for row in content["comparisons"]}
+    changed = set[tuple[Any, ...]]()
     for result in results:
         row = {**result.row(), "value": result.value if math.isfinite(result.value) else None, **about}
         if rows.get(_of(row), row)["value"] != row["value"]:
-            others = {key: other for key, other in others.items() if key[:3] != _of(row)}
+            changed.add(_of(row))
         rows[_of(row)] = row
-    others |= {(*_of(row), row["reference"], row["reference_step"]): row for row in comparisons}
-    content = {"evaluations": list(rows.values()), **({"comparisons": list(others.values())} if others else {})}
-    partial = file.with_name(f".{FILE}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    others = {key: row for key, row in others.items() if _of(row) not in changed}
+    others |= {_pair(row): row for row in comparisons}
+    _write(file, {**content, "evaluations": [*rows.values()], "comparisons": [*others.values()]})
+    here = str(file.resolve())
+    if changed:
+        for other in map(Path, content["compared_in"]):
+            if other.is_file():
+                theirs = _read(other)
+                left = [
+                    row
+                    for row in theirs["comparisons"]
+                    if row.get("reference_file") != here or (row["reference_step"], *_of(row)[1:]) not in changed
+                ]
+                _write(other, {**theirs, "comparisons": left})
+    for reference in dict.fromkeys(str(row["reference_file"]) for row in comparisons):
+        of_reference = _read(Path(reference))
+        known = of_reference["compared_in"]
+        _write(Path(reference), {**of_reference, "compared_in": [*dict.fromkeys([*known, here])]})
     return file
 
 
-def _of(row: Mapping[str, Any]) -> tuple[int | None, str, str]:
-    """What tells a row of results from others."""
-    return row["step"], row["task"], row["metric"]
+def _read(file: Path) -> dict[str, Any]:
+    """The content of an `evaluations.json`, with empty lists for what it lacks."""
+    content: dict[str, Any] = {"evaluations": [], "comparisons": [], "compared_in": []}
+    if file.is_file():
+        try:
+            content |= json.loads(file.read_text(encoding="utf-8"))
+            for row in (*content["evaluations"], *content["comparisons"]):
+                _of(row)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{file}: is no file of evaluations; move it away") from None
+    return content
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes an `evaluations.json` whole or not at all, without the lists that are empty."""
+    kept = {key: value for key, value in content.items() if value or key == "evaluations"}
+    partial = file.with_name(f".{FILE}.partial")
+    partial.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def _of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a row of results from others. A row of an older file has neither split nor limit: the defaults."""
+    return row["step"], row["task"], row["metric"], row.get("split") or "validation", row.get("limit")
+
+
+def _pair(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a comparison from others."""
+    return (*_of(row), row["reference"], row["reference_step"])
 
 
 def fingerprint(files: Iterable[Path]) -> str:

@@ -21,7 +21,8 @@ from deltalab.store.queries import Ledger
 
 RUN, METRICS, EVALUATIONS = "run.json", "metrics.jsonl", "evaluations.json"
 EVALUATION = "evaluation"
-"""The split of the results of `platform eval`. In this split, a metric's name is `TASK METRIC`."""
+"""The split of the results of `platform eval`. In this split, a metric's name is `TASK METRIC`, or `TASK METRIC (SPLIT,
+limit N)`."""
 STDERR = "evaluation_stderr"
 """The split of the standard errors of these results, which have the names of the results."""
 SPEED = "tokens_per_second"
@@ -159,7 +160,7 @@ def add_evaluations(
 
     Args:
         run: The id of the run.
-        evaluations: Mappings with the keys step, task, metric and value, and perhaps stderr.
+        evaluations: Mappings with the keys step, task, metric and value, and perhaps stderr, split and limit.
         comparisons: Mappings as `evaluations.json` has them.
 
     Returns:
@@ -281,8 +282,22 @@ def _results(rows: Sequence[Mapping[str, Any]]) -> Metrics:
     for row in rows:
         for split, value in ((EVALUATION, row["value"]), (STDERR, row.get("stderr"))):
             if value is not None and math.isfinite(value):
-                metrics[split, f"{row['task']} {row['metric']}", int(row["step"] or 0)] = float(value)
+                metrics[split, _named(row), int(row["step"] or 0)] = float(value)
     return metrics
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """The name of a value, with the split and the limit of its evaluation where these are not the defaults.
+
+    Examples:
+        >>> _named({"task": "loss", "metric": "loss@64", "split": "validation", "limit": None})
+        'loss loss@64'
+        >>> _named({"task": "loss", "metric": "loss@64", "split": "test", "limit": 10})
+        'loss loss@64 (test, limit 10)'
+    """
+    split, limit = row.get("split"), row.get("limit")
+    marks = [str(split)] * (split not in (None, "validation")) + [f"limit {limit}"] * (limit is not None)
+    return f"{row['task']} {row['metric']}" + (f" ({', '.join(marks)})" if marks else "")
 
 
 def _comparisons(rows: Sequence[Mapping[str, Any]]) -> list[Values]:
@@ -290,7 +305,7 @@ def _comparisons(rows: Sequence[Mapping[str, Any]]) -> list[Values]:
     plain = ("reference", "is_log", "difference", "low", "high", "p", "items", "family")
     return [
         {
-            "name": f"{row['task']} {row['metric']}",
+            "name": _named(row),
             "step": int(row["step"] or 0),
             "reference_step": int(row["reference_step"] or 0),
             **{key: row[key] for key in plain},

@@ -81,6 +81,9 @@ def measure(
         else:
             found, reasons = _ruler(folder, suite, tasks, lengths[suite.name], options)
             left_out |= reasons
+        if suite.asked_by != "deltalab":
+            limit = None if options.limit == suite.examples else options.limit
+            found = [replace(result, limit=limit) for result in found]
         results += found
         if tasks == suite.tasks:
             results += means(suite, found, lengths[suite.name])
@@ -108,7 +111,10 @@ def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> li
         value = sum(part.value for part in parts) / len(parts)
         errors = [part.stderr for part in parts if part.stderr is not None]
         stderr = math.hypot(*errors) / len(parts) if len(errors) == len(parts) else None
-        found.append(Result(parts[0].step, suite.name, name + at, value, len(parts), stderr))
+        split = next((part.split for part in parts if part.split), None)
+        found.append(
+            Result(parts[0].step, suite.name, name + at, value, len(parts), stderr, split=split, limit=parts[0].limit)
+        )
     return found
 
 
@@ -182,7 +188,8 @@ def _ruler(
             )  # fmt: skip
             score = SCORES[str(task.metric)]
             scores = [score(question, text) for question, text in zip(asked, written, strict=True)]
-            results.append(_result(folder, label, f"{task.metric}@{length}", [q.prompt for q in asked], scores))
+            result = _result(folder, label, f"{task.metric}@{length}", [q.prompt for q in asked], scores)
+            results.append(replace(result, split=options.split if sources.fills(task.settings) else None))
     if not results:
         raise InputError("; ".join(f"{task}: {reason}" for task, reason in left_out.items()))
     return results, left_out

@@ -94,12 +94,21 @@ class Sources:
         Raises:
             InputError: If there is neither a folder of essays nor packed data.
         """
-        if self.files is not None and (self.files / "essays").is_dir():
-            return essays(self.files).split()
+        if self._with_essays is not None:
+            return essays(self._with_essays).split()
         if self.split is None:
             raise InputError("it needs a haystack: give --files DIR with a folder essays, or --data PACKED")
         ids = self.split.read(0, min(self.split.tokens, self.longest))
         return self.folder.decode(ids.tolist()).split()
+
+    @property
+    def _with_essays(self) -> Path | None:
+        """The folder with files, if essays are among them."""
+        return self.files if self.files is not None and (self.files / "essays").is_dir() else None
+
+    def fills(self, settings: Mapping[str, Any]) -> bool:
+        """Returns whether the split of packed data fills the texts of a task with these settings."""
+        return settings.get("haystack") == "essays" and self._with_essays is None
 
     def texts(self, settings: Mapping[str, Any], needs: Sequence[str], length: int) -> Texts:
         """Returns the kind of text that a task of the suite names.
