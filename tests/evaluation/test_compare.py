@@ -121,6 +121,7 @@ def test_wrong_models_are_one_line_before_any_is_measured(
     models: list[Path],
     words: tuple[object, ...],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refused(*arguments: object, saying: str) -> None:
@@ -133,6 +134,30 @@ def test_wrong_models_are_one_line_before_any_is_measured(
     refused(models[0], models[0], saying="is named 2 times; name two models to compare them")
     refused(models[0], tmp_path / "empty", saying="neither a folder of `platform export` nor a run")
     refused(models[0], "nowhere", saying="nowhere: no such folder")
+    forbid(monkeypatch, "loss")
+    for name in (models[:1], models[:2]):
+        refused(*name, "--suite", "recal", saying="--suite: unknown suite 'recal'; did you mean 'recall'?")
+        refused(*name, "--suite", "ruler/vtt", saying="--suite ruler/: unknown task 'vtt'; did you mean 'vt'?")
+        refused(*name, "--suite", "lm", "--lengths", "64", saying="--lengths: suite 'lm' has no lengths")
+        refused(*name, "--suite", "recall", "--files", tmp_path, saying="holds no folder")
+        refused(*name, "--suite", "zero_shot", "--few-shot", 2, saying="--few-shot: a suite has its own number")
+
+
+@pytest.mark.slow
+def test_a_word_that_only_stands_in_a_text_of_the_harness_is_no_task(
+    platform: Platform,
+    models: list[Path],
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`lose` stands in the solved examples of MMLU, and `acp_bench` in lists of tags alone."""
+    pytest.importorskip("lm_eval")
+    forbid(monkeypatch, "loss")
+    assert platform("eval", *models[:2], "--tasks", "loss,lose", "--data", data) == 2
+    assert "unknown task 'lose'; did you mean 'loss'?" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="measured again"):
+        platform("eval", models[0], "--tasks", "loss,acp_bench", "--data", data)
 
 
 def test_equal_models_do_not_differ(

@@ -108,7 +108,7 @@ def evaluate(
     from deltalab.evaluation.harness import HarnessOptions
     from deltalab.evaluation.items import FOLDER, ItemFiles
     from deltalab.evaluation.model_folder import open_model
-    from deltalab.evaluation.suites.measure import SuiteOptions, measure
+    from deltalab.evaluation.suites.measure import SuiteOptions, measure, require
 
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where="--split")
@@ -135,11 +135,13 @@ def evaluate(
                 chosen, left_out = evaluating.askable(
                     folder, packed_data, split=split, length=tokens, borrowed=borrowed
                 )
-            elif len(models) > 1:
+            else:
                 evaluating.require(folder, chosen, packed_data, tokens, include)
-            asked[model] = packed_data, tokens, chosen, left_out
+            of_suites = SuiteOptions(packed_data, split, tokens, at, limit, how)
+            require(folder, suite_names, of_suites)
+            asked[model] = packed_data, tokens, chosen, left_out, of_suites
         for model, folder in folders.items():
-            packed_data, tokens, chosen, left_out = asked[model]
+            packed_data, tokens, chosen, left_out, of_suites = asked[model]
             identity, place = folder.identity, _place(model, folder)
             own = evaluating.evaluate(
                 folder,
@@ -153,10 +155,8 @@ def evaluate(
                 kept=None if identity is None else ItemFiles(place / FOLDER, identity, folder.step),
                 say=lambda line: print(line, file=sys.stderr),
             )
-            of_suites, without, versions = measure(
-                folder, suite_names, SuiteOptions(packed_data, split, tokens, at, limit, how)
-            )
-            results[model], left_out = [*own, *of_suites], left_out | without
+            by_suite, without, versions = measure(folder, suite_names, of_suites)
+            results[model], left_out = [*own, *by_suite], left_out | without
             folder.release()
             about: dict[str, Any] = {
                 "weights": folder.weights,

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
-from deltalab.evaluation.evaluate import evaluate
+from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.harness import HarnessOptions, find_tasks, harness
 from deltalab.evaluation.items import Items, item_id, of_items
-from deltalab.evaluation.model_folder import ModelFolder
+from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder
 from deltalab.evaluation.results import Result
 from deltalab.evaluation.suites import recall, ruler
-from deltalab.evaluation.suites.datasets import rows
+from deltalab.evaluation.suites.datasets import copy_of, rows
 from deltalab.evaluation.suites.greedy import Progress, continuations
 from deltalab.evaluation.suites.suite import Suite, SuiteTask, chosen, lengths_of
 
@@ -58,9 +58,7 @@ def measure(
     Raises:
         InputError: If a suite does not exist, or lacks something that it needs.
     """
-    suites = chosen(names)
-    if options.harness.few_shot is not None and any(suite.few_shot is not None for suite, _ in suites):
-        raise InputError("--few-shot: a suite has its own number of solved examples")
+    suites = require(folder, names, options)
     lengths = {suite.name: lengths_of(suite, options.lengths) for suite, _ in suites}
     results: list[Result] = []
     left_out: dict[str, str] = {}
@@ -68,7 +66,7 @@ def measure(
         if suite.asked_by == "harness":
             found = _by_harness(folder, suite, tasks, options)
         elif suite.asked_by == "deltalab":
-            found = evaluate(
+            found = evaluating.evaluate(
                 folder,
                 [task.name for task in tasks],
                 data=options.data,
@@ -88,6 +86,37 @@ def measure(
         if tasks == suite.tasks:
             results += means(suite, found, lengths[suite.name])
     return results, left_out, {suite.name: suite.version for suite, _ in suites}
+
+
+def require(
+    folder: ModelFolder, names: Iterable[str], options: SuiteOptions
+) -> list[tuple[Suite, tuple[SuiteTask, ...]]]:
+    """Checks without measuring that a model can be asked suites. The arguments are those of `measure`.
+
+    Returns:
+        The suites, each with those of its tasks that are asked.
+
+    Raises:
+        InputError: If a suite does not exist, or lacks something that it needs.
+    """
+    suites = chosen(names)
+    if options.harness.few_shot is not None and any(suite.few_shot is not None for suite, _ in suites):
+        raise InputError("--few-shot: a suite has its own number of solved examples")
+    for suite, tasks in suites:
+        lengths = lengths_of(suite, options.lengths)
+        ours = [task.name for task in tasks] if suite.asked_by == "deltalab" else []
+        evaluating.require(folder, ours, options.data, options.length, None)
+        if suite.asked_by == "harness":
+            find_tasks([task.name for task in tasks], None)
+        if suite.asked_by != "deltalab" and not folder.has_tokenizer:
+            raise InputError(f"{folder.named}: has no tokenizer: {NO_TOKENIZER}")
+        for task in tasks:
+            if suite.asked_by == "harness":
+                copy_of(task.needs[0], options.harness.files)
+            elif suite.asked_by == "recall":
+                for length in lengths:
+                    copy_of(_recalled(task, length), options.harness.files)
+    return suites
 
 
 def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> list[Result]:
@@ -140,8 +169,7 @@ def _recall(
     results = []
     for task in tasks:
         for length in lengths:
-            sizes = task.settings.get("by_length", ())
-            name = task.needs[next((i for i, size in enumerate(sizes) if size >= length), -1)]
+            name = _recalled(task, length)
             every = recall.prompts(
                 rows(name, "validation", options.harness.files),
                 task.settings["form"], folder, length, twice=suite.twice, where=name,
@@ -157,6 +185,12 @@ def _recall(
             scores = [recall.contains(prompt, text) for prompt, text in zip(asked, written, strict=True)]
             results.append(_result(folder, label, f"{task.metric}@{length}", [p.text for p in asked], scores))
     return results
+
+
+def _recalled(task: SuiteTask, length: int) -> str:
+    """The data set that a task of recall reads at a length."""
+    sizes = task.settings.get("by_length", ())
+    return task.needs[next((i for i, size in enumerate(sizes) if size >= length), -1)]
 
 
 def _ruler(
