@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -378,21 +379,105 @@ def test_a_separator_cuts_a_text_file_wherever_its_blocks_end(tmp_path: Path, si
     assert found[-1][1] == (tmp_path / "a.txt").stat().st_size
 
 
+class Hub:
+    """What stands in for the Hub: data sets, each with rows by revision, of which the last is the newest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **revisions: list[str]) -> None:
+        import datasets
+        import huggingface_hub
+
+        self.revisions, self.asked = revisions, list[Any]()
+        monkeypatch.setattr(datasets, "load_dataset", self.load)
+        monkeypatch.setattr(huggingface_hub, "dataset_info", self.info)
+
+    def info(self, name: str, *, revision: str | None = None) -> Any:
+        assert name == "org/name"
+        sha = revision or [*self.revisions][-1]
+        if sha not in self.revisions:
+            raise ValueError(f"Revision Not Found\n for {sha}")
+        return SimpleNamespace(sha=sha)
+
+    def load(self, name: str, config: str | None, *, revision: str, **options: Any) -> Iterator[dict[str, str]]:
+        self.asked.append((name, config, revision, options))
+        if revision not in self.revisions:
+            raise FileNotFoundError("no such revision")
+        for text in self.revisions[revision]:
+            if text == "killed":
+                raise KeyboardInterrupt
+            yield {"body": text}
+
+
+BODY = Reading(field="body")
+
+
 def test_a_data_set_of_the_hub_is_streamed_by_name_and_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
-
-    asked: list[Any] = []
-
-    def load(name: str, config: str | None, **options: Any) -> Iterator[dict[str, str]]:
-        asked.append((name, config, options))
-        return iter([{"body": "first"}, {"body": "second"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    pack(["org/name:sample"], tmp_path / "p", shares={"train": 1.0}, reading=Reading(field="body"))
-    assert asked == [("org/name", "sample", {"split": "train", "streaming": True})]
+    hub = Hub(monkeypatch, aa=["old"], bb=["first", "second"])
+    meta = pack(["org/name:sample"], tmp_path / "p", shares={"train": 1.0}, reading=BODY)
+    assert hub.asked == [("org/name", "sample", "bb", {"split": "train", "streaming": True})]
     assert documents_of(tmp_path / "p")["train"] == [b"first", b"second"]
+    assert meta["settings"]["revisions"] == {"org/name:sample": "bb"}
+    pack(["org/name:sample@aa"], tmp_path / "q", shares={"train": 1.0}, reading=BODY)
+    assert documents_of(tmp_path / "q")["train"] == [b"old"]
+
+
+def test_a_packing_goes_on_with_the_revision_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def packed(name: str = "org/name") -> dict[str, Any]:
+        return pack([name], tmp_path / "p", shares={"train": 1.0}, reading=BODY, shard_tokens=50_000)
+
+    texts = [f"{i} of many" for i in range(2 * packing.BATCH_DOCUMENTS)]
+    hub = Hub(monkeypatch, aa=[*texts, "killed"])
+    with pytest.raises(KeyboardInterrupt):
+        packed()
+    hub.revisions = {"aa": texts, "bb": ["another"]}
+    with pytest.raises(InputError, match=r"is packed with sources \['org/name'\], not \['org/name@bb'\]"):
+        packed("org/name@bb")
+    hub.revisions.pop("aa")
+    with pytest.raises(InputError, match="datasets cannot load it at revision aa: no such revision"):
+        packed()
+    hub.revisions = {"aa": texts, "bb": ["another"]}
+    assert packed()["settings"]["revisions"] == {"org/name": "aa"}
+    assert len(documents_of(tmp_path / "p")["train"]) == len(texts)
+    before = contents(tmp_path / "p")
+    assert packed()["settings"]["revisions"] == {"org/name": "aa"}, "the Hub has a newer one, and the data are packed"
+    assert contents(tmp_path / "p") == before
+    meta = json.loads((tmp_path / "p" / META).read_text())
+    del meta["settings"]["revisions"]
+    (tmp_path / "p" / META).write_text(json.dumps(meta))
+    packed()  # as an earlier version packed it
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_packing_that_fails_before_its_first_shard_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: Path, there: bool
+) -> None:
+    Hub(monkeypatch, aa=["text"])
+    out = tmp_path / "new" / "packed"
+    if there:
+        out.mkdir(parents=True)
+    (tmp_path / "empty.txt").write_text("")
+    for source, reading, said in (
+        (
+            "org/name@zz",
+            BODY,
+            "org/name@zz: is no file or folder, and the Hub does not give it: Revision Not Found for zz",
+        ),
+        ("org/name", Reading(), "org/name: row 1: has no 'text'"),
+        (str(story), BODY, "has no 'body'"),
+        (str(tmp_path / "empty.txt"), Reading(), "no text to pack"),
+    ):
+        with pytest.raises(InputError, match=said) as refused:
+            pack([source], out, reading=reading)
+        assert "\n" not in str(refused.value)
+        assert list(out.iterdir()) == [] if there else not out.parent.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="holds something else"):
+        pack([str(story)], out)
+    assert contents(out) == {"notes.txt": b"mine"}
 
 
 def run(*arguments: object) -> int:

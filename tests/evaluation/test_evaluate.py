@@ -386,7 +386,7 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     assert platform("eval", run / "checkpoints" / "step-12", "--tasks", "needle", "--limit", 1, "--db", "lab.db") == 0
     with Store.open("lab.db") as store:
         [training] = trainings(store)
-    assert {"loss loss@72", "needle v2 exact_match@288"} <= set(training.evaluations)
+    assert {"loss loss@72 (limit 1)", "needle v2 exact_match@288 (limit 1)"} <= set(training.evaluations)
 
 
 @pytest.mark.slow

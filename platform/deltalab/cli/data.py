@@ -27,15 +27,16 @@ data = typer.Typer(no_args_is_help=True, help="Pack text into tokens for trainin
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE...", help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME or NAME:CONFIG."
+        metavar="SOURCE...",
+        help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME[:CONFIG][@REVISION].",
     ),
 ]
 Weighted = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE[=WEIGHT]...",
-        help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME or NAME:CONFIG; with weights, each "
-        "gives its share of --tokens.",
+        help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME[:CONFIG][@REVISION]; with weights, "
+        "each gives its share of --tokens.",
     ),
 ]
 Field = Annotated[str, typer.Option("--field", help="The field, or column, that holds a document.")]

@@ -5,8 +5,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deltalab.data.key_set import KeySet
 from deltalab.data.shard_writer import PARTIAL, Shards, write_json
-from deltalab.data.sources import Reading, Source, find
+from deltalab.data.sources import Reading, Source, find, revision_of
 from deltalab.data.text_tokenizers import BYTES, load_tokenizer, tokenizer_files
 from deltalab.data.token_limit import TokenLimit
 from deltalab.data.token_shards import META, SPLITS, VERSION
@@ -95,6 +95,9 @@ def pack(
         weights: The weight of each source in `most_tokens`, as `TokenLimit` takes it.
         watch: Called after each batch of documents.
 
+    `meta.json` has the revision of each data set of the Hub, which a packing that goes on reads, too. A packing that
+    fails before its first shard is whole leaves nothing behind.
+
     Returns:
         The content of `meta.json`.
 
@@ -110,6 +113,8 @@ def pack(
     encoder, description = load_tokenizer(tokenizer)
     if description["vocab_size"] > 2**32:
         raise InputError(f"tokenizer '{tokenizer}': {description['vocab_size']} ids are more than 2^32")
+    sources = _at_revisions(sources, out)
+    revisions = {source.name: source.revision for source in sources if source.revision is not None}
     identity = {key: description[key] for key in ("kind", "name", "vocab_size", "sha256", "eos")}
     settings = {
         "tokenizer": identity,
@@ -120,6 +125,7 @@ def pack(
         "shard_tokens": shard_tokens,
         **({"most_tokens": most_tokens} if most_tokens is not None else {}),
         **({"weights": list(weights)} if weights is not None else {}),
+        **({"revisions": revisions} if revisions else {}),
     }
     try:
         with _held(out):
@@ -131,10 +137,17 @@ def pack(
             shards = {
                 split: Shards(out, split, dtype, shard_tokens, finished["splits"].get(split, [])) for split in SPLITS
             }
-            for name, text in tokenizer_files(encoder, description).items():
-                (out / name).write_text(text, encoding="utf-8")
+            of_tokenizer = tokenizer_files(encoder, description)
             limit = TokenLimit(most_tokens, weights, finished.get("ends", []))
-            counts = _write(sources, reading, encoder, identity, shards, shares, limit, watch, out, settings)
+            try:
+                for name, text in of_tokenizer.items():
+                    (out / name).write_text(text, encoding="utf-8")
+                counts = _write(sources, reading, encoder, identity, shards, shares, limit, watch, out, settings)
+            except Exception:
+                if not any(split.finished for split in shards.values()):
+                    for file in (out / STATE, *(out / name for name in of_tokenizer), *out.glob(f"*{PARTIAL}")):
+                        file.unlink(missing_ok=True)
+                raise
             meta = _meta(settings, dtype, shards, counts)
             write_json(out / META, meta)
             (out / STATE).unlink(missing_ok=True)
@@ -344,11 +357,30 @@ def _earlier(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     for key in settings | earlier_settings:
         was, now = earlier_settings.get(key), settings.get(key)
+        if key == "revisions" and (was is None or now is None):
+            continue  # packings of earlier versions lack them
         if key != "tokenizer" and was != now:
             if key == "files":
                 raise _changed(out)
             raise InputError(f"{out}: is packed with {key} {was!r}, not {now!r}; give another --out")
     return content
+
+
+def _at_revisions(sources: list[Source], out: Path) -> list[Source]:
+    """Returns the sources with the revisions of those of the Hub: those that the folder's packing began with, if any.
+
+    A name that states a revision itself, NAME@REVISION, has that one.
+    """
+    known: dict[str, str] = {}
+    for file in (out / META, out / STATE):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # `_earlier` says what is wrong with a file
+            known |= json.loads(file.read_text(encoding="utf-8"))["settings"].get("revisions", {})
+    return [
+        source
+        if source.files is not None
+        else replace(source, revision=known.get(source.name) or revision_of(source.name))
+        for source in sources
+    ]
 
 
 def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,8 +397,21 @@ def _listing(sources: list[Source]) -> str:
 
 @contextmanager
 def _held(out: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other packings out of it until the end."""
+    """Makes the folder, and keeps other packings out of it until the end. A new folder that stays empty is removed."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(out):
+            yield
+    finally:
+        for folder in made:
+            with suppress(OSError):  # a folder with contents stays
+                folder.rmdir()
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keeps other packings out of a folder until the end."""
     with (out / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

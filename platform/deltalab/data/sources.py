@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, one_line
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET = ".parquet"
@@ -40,10 +41,12 @@ class Source:
     Attributes:
         name: The name that the user gave.
         files: The path and the bytes of each file, in the order of reading; None for a data set of the Hub.
+        revision: The commit of a data set of the Hub; None for what its name says.
     """
 
     name: str
     files: tuple[tuple[Path, int], ...] | None
+    revision: str | None = None
 
     @property
     def size(self) -> int | None:
@@ -60,7 +63,7 @@ class Source:
             InputError: A document cannot be read. The message names the file and the line.
         """
         if self.files is None:
-            for document in _of_hub(self.name, reading.field):
+            for document in _of_hub(self.name, self.revision, reading.field):
                 yield document, 0
             return
         before = 0
@@ -77,7 +80,8 @@ def find(names: list[str], reading: Reading) -> list[Source]:
     """Returns the sources that a user named.
 
     Args:
-        names: The names. A name that is no path is a data set of the Hugging Face Hub, NAME or NAME:CONFIG.
+        names: The names. A name that is no path is a data set of the Hugging Face Hub: NAME, with :CONFIG or @REVISION
+            or both behind it, in this order.
         reading: How sources are read.
 
     Raises:
@@ -182,25 +186,59 @@ def _of_parquet(file: Path, size: int, column: str) -> Iterator[tuple[bytes, int
         raise InputError(f"{file}: is no readable Parquet file: {error}") from None
 
 
-def _of_hub(name: str, field: str) -> Iterator[bytes]:
+def revision_of(name: str) -> str:
+    """Returns the commit that the Hub has of a data set, at the revision that the name states or the newest.
+
+    Raises:
+        InputError: The Hub has no such data set or revision, or cannot be asked.
+    """
+    _require_datasets(name)
+    from huggingface_hub import dataset_info
+
+    dataset, _, revision = _parts(name)
     try:
-        import datasets
-    except ImportError:
-        raise InputError(
-            f"{name}: is no file or folder, and a data set of the Hub needs the package datasets: "
-            "pip install 'deltalab[data]'"
-        ) from None
-    dataset, _, config = name.partition(":")
+        return str(dataset_info(dataset, revision=revision).sha)
+    except Exception as error:
+        raise InputError(f"{name}: is no file or folder, and the Hub does not give it: {_reason(error)}") from None
+
+
+def _of_hub(name: str, revision: str | None, field: str) -> Iterator[bytes]:
+    _require_datasets(name)
+    import datasets
+
+    dataset, config, stated = _parts(name)
+    revision = revision or stated
     try:
-        rows: Any = datasets.load_dataset(dataset, config or None, split="train", streaming=True)
+        rows: Any = datasets.load_dataset(dataset, config, split="train", streaming=True, revision=revision)
         for number, row in enumerate(rows, 1):
             yield _text(row, field, f"{name}: row {number}")
     except InputError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         what = f"; '{config}' is read as a configuration of the data set '{dataset}'" if config else ""
-        raise InputError(f"{name}: is no file or folder, and datasets cannot load it: {reason}{what}") from None
+        at = f" at revision {revision}" if revision else ""
+        raise InputError(
+            f"{name}: is no file or folder, and datasets cannot load it{at}: {_reason(error)}{what}"
+        ) from None
+
+
+def _parts(name: str) -> tuple[str, str | None, str | None]:
+    """The data set, the configuration and the revision of a name on the Hub."""
+    rest, _, revision = name.partition("@")
+    dataset, _, config = rest.partition(":")
+    return dataset, config or None, revision or None
+
+
+def _require_datasets(name: str) -> None:
+    if find_spec("datasets") is None:
+        raise InputError(
+            f"{name}: is no file or folder, and a data set of the Hub needs the package datasets: "
+            "pip install 'deltalab[data]'"
+        )
+
+
+def _reason(error: Exception) -> str:
+    return one_line(str(error), 500) or type(error).__name__
 
 
 def _text(row: dict[str, Any], field: str, where: str) -> bytes:
