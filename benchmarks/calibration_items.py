@@ -42,10 +42,25 @@ def losses(random: np.random.Generator, n: int) -> Drawn:
     return hard + random.normal(0, 0.3, n), [hard + random.normal(0.1, 0.3 * m, n) for m in (1, 2)], 0.1
 
 
-def skewed(random: np.random.Generator, n: int) -> Drawn:
-    """Draws losses that differ by a lognormal value, of skewness 6."""
-    hard = random.normal(9, 1, n)
-    return hard, [hard + random.lognormal(size=n) for _ in range(MODELS)], float(np.exp(0.5))
+def skewed(
+    value: Callable[[np.random.Generator, int], Array], mean: float
+) -> Callable[[np.random.Generator, int], Drawn]:
+    """Draws losses that differ by values with a mean."""
+
+    def draw(random: np.random.Generator, n: int) -> Drawn:
+        hard = random.normal(9, 1, n)
+        return hard, [hard + value(random, n) for _ in range(MODELS)], mean
+
+    return draw
+
+
+def rare(share: float) -> Callable[[np.random.Generator, int], Drawn]:
+    """Draws losses of which a share differs by an exponential value, and the others by noise of a tenth of it."""
+
+    def value(random: np.random.Generator, n: int) -> Array:
+        return (random.random(n) < share) * random.exponential(size=n) + random.normal(0, 0.1, n)
+
+    return skewed(value, share)
 
 
 KINDS = {
@@ -54,7 +69,13 @@ KINDS = {
     "answers, 5% lost": answers(0.9, 0.05, 0.0),
     "answers, 2% lost": answers(0.5, 0.02, 0.0),
     "losses": losses,
-    "losses, differences as skewed as a lognormal value": skewed,
+    "losses, differences as heavy-tailed as t of 4 degrees": skewed(lambda random, n: random.standard_t(4, n), 0.0),
+    "losses, differences as skewed as an exponential value": skewed(lambda random, n: random.exponential(size=n), 1.0),
+    "losses, differences as skewed as a lognormal value": skewed(
+        lambda random, n: random.lognormal(size=n), float(np.exp(0.5))
+    ),
+    "losses, 20% of which differ": rare(0.2),
+    "losses, 5% of which differ": rare(0.05),
 }
 
 

@@ -207,6 +207,17 @@ def test_only_equal_items_are_paired() -> None:
     assert "share no item" in next(iter(strangers.left_out))[2]
 
 
+def test_a_difference_of_few_skewed_items_is_said_to_be_uncertain() -> None:
+    def lines(count: int, last: float) -> list[str]:
+        ids = [f"{i}" for i in range(count)]
+        zeros, other = [0.0] * count, [*np.linspace(-1, 1, count - 1).tolist(), last]
+        of_model = {"x": Items.mean(ids, zeros), "y": Items.mean(ids, other)}
+        return compare({name: [of_items(1, "task", "a", items)] for name, items in of_model.items()}).too_skewed
+
+    assert lines(12, 9.0) == ["task a: y: 12 items, skewed: the interval may be too short"]
+    assert lines(12, 0.5) == lines(30, 9.0) == []
+
+
 def test_errors_of_ratios_are_those_of_the_delta_method() -> None:
     random = np.random.default_rng(2)
     words = random.integers(5, 40, 400).astype(float)

@@ -39,6 +39,16 @@ def answers(random: np.random.Generator) -> Simulated:
     return pairs, [-0.03] * len(pairs)
 
 
+def skewed(random: np.random.Generator) -> Simulated:
+    """Losses that differ by lognormal values, upwards of one model and downwards of the other."""
+    pairs = []
+    for task in range(TASKS):
+        ids, hard = [f"{task} {i}" for i in range(ITEMS)], random.normal(9, 1, ITEMS)
+        for sign in (1, -1):
+            pairs.append(ItemPairs(ids, scored(hard), scored(hard + sign * random.lognormal(size=ITEMS))))
+    return pairs, [float(np.exp(0.5)), -float(np.exp(0.5))] * TASKS
+
+
 def held(found: list[Difference], truth: list[float]) -> bool:
     return all(one.low <= true <= one.high for one, true in zip(found, truth, strict=True))
 
@@ -48,7 +58,7 @@ def fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paired_items, "DRAWS", 2000)
 
 
-@pytest.mark.parametrize("draw", [losses, answers])
+@pytest.mark.parametrize("draw", [losses, answers, skewed])
 def test_all_intervals_hold_together(draw: object) -> None:
     """0.92 is 2.5 standard errors of 500 evaluations below 0.95."""
     random, together, apart = np.random.default_rng(3), 0, 0
@@ -63,6 +73,16 @@ def test_all_intervals_hold_together(draw: object) -> None:
     if draw is losses:
         assert together / 500 <= 0.98, "the intervals are no longer than they must be"
         assert apart / 500 < 0.85, "eight intervals of 95% each do not hold together"
+
+
+def test_an_interval_is_longer_where_the_items_have_their_tail() -> None:
+    random = np.random.default_rng(4)
+    ids, base, tail = [str(i) for i in range(60)], random.normal(size=60), random.lognormal(size=60)
+    [up], [down] = (compare_items([ItemPairs(ids, scored(base), scored(base + sign * tail))]) for sign in (1, -1))
+    assert up.high - up.mean > 1.5 * (up.mean - up.low)
+    assert (down.low, down.high, down.p) == pytest.approx((-up.high, -up.low, up.p))
+    [even] = compare_items([ItemPairs(ids, scored(base), scored(base + np.linspace(-1, 2, 60)))])
+    assert even.high - even.mean == pytest.approx(even.mean - even.low)
 
 
 def test_scores_that_all_agree_leave_room_for_the_next_item() -> None:

@@ -257,6 +257,7 @@ def _show(results: "Mapping[str, Sequence[Result]]", found: "Compared", as_json:
             "comparisons": [asdict(one) for one in found.comparisons],
             "not_compared": left_out,
             "partly_compared": found.partly,
+            "too_skewed": found.too_skewed,
         }
         print(json.dumps(report))
         return
@@ -279,7 +280,7 @@ def _show(results: "Mapping[str, Sequence[Result]]", found: "Compared", as_json:
         f"not compared: {names[row['model']]}: {row['task']} {', '.join(row['metrics'])}: {row['reason']}"
         for row in left_out
     ]
-    for line in [*found.partly, *lines]:
+    for line in [*found.partly, *found.too_skewed, *lines]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

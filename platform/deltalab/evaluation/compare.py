@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from deltalab.evaluation.items import Items
 from deltalab.evaluation.results import Result
-from deltalab.statistics.paired_items import LEAST, ItemPairs, compare_items
+from deltalab.statistics.paired_items import LEAST, ItemPairs, compare_items, too_skewed
 
 NO_ITEMS = "no mean over items, nor a function of sums over them"
 
@@ -58,11 +58,13 @@ class Compared:
         comparisons: The differences.
         left_out: By task, model and reason the metrics that are not compared.
         partly: Lines on metrics of which the models share some items alone.
+        too_skewed: Lines on metrics whose interval may be too short.
     """
 
     comparisons: list[Comparison]
     left_out: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
     partly: list[str] = field(default_factory=list)
+    too_skewed: list[str] = field(default_factory=list)
 
 
 def compare(results: Mapping[str, Sequence[Result]]) -> Compared:
@@ -96,6 +98,10 @@ def compare(results: Mapping[str, Sequence[Result]]) -> Compared:
                 found.left_out.setdefault((result.task, model, reason or ""), []).append(result.metric)
                 continue
             paired.append((model, result, pair))
+            if too_skewed(pair):
+                found.too_skewed.append(
+                    f"{result.task} {result.metric}: {model}: {different} items, skewed: the interval may be too short"
+                )
             most = max(len(reference.items.ids), len(pair.ids), result.examples or 0)
             if len(pair.ids) < most:
                 found.partly.append(

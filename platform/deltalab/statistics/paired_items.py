@@ -30,6 +30,11 @@ from deltalab.statistics.joint_test import ALPHA, Difference
 
 DRAWS = 20_000
 """The draws of T. Their 95% quantile has the level 0.95 to within 0.0016."""
+CORRECTIONS = np.linspace(0, 1, 9)
+"""The shares of the largest skewness that an interval allows for."""
+FEW, SKEWED = 24, 1.0
+"""Fewer items than `FEW` whose skewness is above `SKEWED` have intervals that may be too short: of six differences that
+are lognormal, all intervals held in 0.93 of evaluations with 12 items; of 40, in 0.87 with 16 and 0.94 with 24."""
 LEAST = 6
 """The fewest items that have an interval, as many as the seeds of an arm need."""
 
@@ -77,15 +82,26 @@ def compare_items(pairs: Sequence[ItemPairs]) -> list[Difference]:
     quantile = largest[math.ceil((1 - ALPHA) * (DRAWS + 1)) - 1]
     found = []
     for move in moves:
-        degrees = len(move.ids) - 1
-        factor = float(quantile if move.tie else -stdtrit(degrees, ndtr(-quantile)))
-        se = math.sqrt(move.variance + factor**2 * move.tie)
-        t = abs(move.difference) / se if se else 0.0
-        reached = DRAWS - np.searchsorted(largest, (t if move.tie else -ndtri(stdtr(degrees, -t))) * (1 - 1e-9))
-        bounds = (-1.0, 1.0) if move.tie else None
-        low, high = within(move.difference - factor * se, move.difference + factor * se, bounds)
-        found.append(Difference(move.difference, low, high, (1 + int(reached)) / (1 + DRAWS), len(move.ids)))
+        if move.tie:
+            factor = float(quantile)
+            se = math.sqrt(move.variance + factor**2 * move.tie)
+            at_0 = abs(move.difference) / se
+            bounds = within(move.difference - factor * se, move.difference + factor * se, (-1.0, 1.0))
+        else:
+            degrees, se = len(move.ids) - 1, math.sqrt(move.variance)
+            factor = float(-stdtrit(degrees, ndtr(-quantile)))
+            low, high = move.ends(factor)
+            bounds = move.difference - se * high, move.difference - se * low
+            at_0 = float(-ndtri(stdtr(degrees, -move.evidence(move.difference / se if se else 0.0))))
+        reached = DRAWS - np.searchsorted(largest, at_0 * (1 - 1e-9))
+        found.append(Difference(move.difference, *bounds, (1 + int(reached)) / (1 + DRAWS), len(move.ids)))
     return found
+
+
+def too_skewed(pair: ItemPairs) -> bool:
+    """Returns whether items are too few for their skewness, so that the interval may be too short."""
+    move = _Moves.of(pair)
+    return not move.tie and len(move.ids) < FEW and abs(move.skewness) > SKEWED
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,37 @@ class _Moves:
         """The variance of the difference."""
         n = len(self.z)
         return float((self.z**2).sum()) * n / (n - 1)
+
+    @property
+    def skewness(self) -> float:
+        """The skewness of the items."""
+        spread = math.sqrt(float((self.z**2).mean()))
+        return float(((self.z / spread) ** 3).mean()) if spread else 0.0
+
+    @property
+    def _a(self) -> Array:
+        """The skewness of t, as little and as much as there may be."""
+        n = len(self.z)
+        return CORRECTIONS * ((1.5 + 16 / n) * self.skewness / math.sqrt(n))
+
+    def evidence(self, t: float) -> float:
+        """Returns |g(t)| with the skewness that makes it least; 0 if g(t) and t have not the same sign."""
+        a = self._a
+        g = t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6
+        return max(0.0, float((math.copysign(1.0, t) * g).min()))
+
+    def ends(self, factor: float) -> tuple[float, float]:
+        """Returns the least and the largest t with |g(t)| = `factor`, over all skewnesses."""
+        low, high = (self._solved(x) for x in (-factor, factor))
+        return float(low.min()), float(high.max())
+
+    def _solved(self, x: float) -> Array:
+        """The t with g(t) = x, for each skewness."""
+        moved = x - self._a / 6
+        root = np.cbrt(1 + self._a * moved)
+        # (root - 1) * 3 / a, without a division by a skewness of 0
+        solved: Array = 3 * moved / (root**2 + root + 1)
+        return solved
 
 
 def _correlations(moves: Sequence[_Moves]) -> Array:
