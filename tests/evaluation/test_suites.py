@@ -304,8 +304,13 @@ def test_what_does_not_fit_or_is_not_there_is_left_out_with_its_reason(folder: P
         vars(found)["model"] = Saying(" nothing")
         options = SuiteOptions(lengths=[1500], limit=1, harness=HarnessOptions(files=files.parent))
         results, left_out, versions = measure(found, ["ruler"], options)
-        with pytest.raises(InputError, match="ruler/vt@200: its shortest text does not fit into 200 tokens"):
-            measure(found, ["ruler/vt"], SuiteOptions(lengths=[200]))
+        for task in ("vt", "cwe", "fwe"):
+            with pytest.raises(InputError, match=f"ruler/{task}@200: its shortest .* 200 tokens, but into ") as refused:
+                measure(found, [f"ruler/{task}"], SuiteOptions(lengths=[200]))
+            least = int(str(refused.value).rpartition(" ")[2])
+            with pytest.raises(InputError, match=f"but into {least}: --lengths {least}"):
+                measure(found, [f"ruler/{task}"], SuiteOptions(lengths=[least - 1], limit=1))
+            assert measure(found, [f"ruler/{task}"], SuiteOptions(lengths=[least], limit=1))[0]
     assert versions == {"ruler": 1}
     assert left_out["ruler/niah_single_2"] == (
         "it needs a haystack: give --files DIR with a folder essays, or --data PACKED"

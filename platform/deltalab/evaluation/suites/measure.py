@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
@@ -208,13 +209,21 @@ def _ruler(
             except InputError as error:
                 left_out[label] = str(error)
                 break
+            if getattr(texts, "count", 1) == 0:
+                left_out[label] = f"{', '.join(task.needs)} holds no question"
+                break
             asked: list[ruler.Question] = []
             progress = Progress(f"{label}@{length}: texts", count)
             for question in ruler.questions(task.name, texts, length, count, sources.tokens):
                 asked.append(question)
                 progress(len(asked))
             if not asked:
-                left_out[f"{label}@{length}"] = f"its shortest text does not fit into {length} tokens"
+                least = ruler.least_length(
+                    task.name, partial(sources.texts, task.settings, task.needs), length, sources.tokens
+                )
+                left_out[f"{label}@{length}"] = (
+                    f"its shortest text does not fit into {length} tokens, but into {least}: --lengths {least}"
+                )
                 continue
             written = continuations(
                 folder, [question.prompt for question in asked], texts.answer_tokens,

@@ -175,6 +175,30 @@ def questions(
             yield question
 
 
+def least_length(task: str, texts_of: Callable[[int], Texts], length: int, tokens: Callable[[str], int]) -> int:
+    """Returns the fewest tokens above `length` into which the first question fits.
+
+    The text of a task may depend on the length that it is for, so lengths are tried.
+
+    Args:
+        task: The name of the task.
+        texts_of: Makes the kind of text for a length.
+        length: A length that no question fits into.
+        tokens: Counts the tokens of a text.
+    """
+
+    def fits(length: int) -> bool:
+        return any(True for _ in questions(task, texts_of(length), length, 1, tokens))
+
+    low, high = length, 2 * length
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
 def match(question: Question, continuation: str) -> float:
     """Returns the share of the answers that stand in the continuation, in whatever case."""
     return sum(answer.lower() in continuation.lower() for answer in question.answers) / len(question.answers)
