@@ -89,6 +89,17 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
             {"engine": {"name": "torchtitan", "settings": {"validation.sequences": 0}}},
             "unknown setting 'validation.seq",
         ),
+        (
+            {"engine": {"name": "torchtitan", "settings": {"graphs": True}}},
+            "engine.settings.graphs: only a training on one GPU replays CUDA graphs: with resources.gpu 0, leave",
+        ),
+        (
+            {
+                "engine": {"name": "accelerate", "settings": {"graphs": True, "batch.documents": "reset"}},
+                "resources": {"gpu": 1},
+            },
+            "engine.settings.graphs: there are no CUDA graphs with batch.documents: reset",
+        ),
         ({"engine": {"name": "torchtitan", "settings": {"compile": 3}}}, "compile: must be true or false, not 3"),
         ({"engine": {"name": "torchtitan", "processes": 3}}, "base: train.batch_size 8 must be a multiple of the 3"),
         ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `platform"),

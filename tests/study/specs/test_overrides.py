@@ -109,10 +109,16 @@ def test_a_path_leads_to_any_key(file: str, word: str, found: Callable[[object],
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.stpes=3"], "tiny.yaml: command line: base: unknown train key 'stpes'; did you mean 'steps'?"),
-        (["trian.steps=3"], "tiny.yaml: command line: unknown key 'trian'; did you mean 'train'?"),
-        (["resources.cpus=2"], "tiny.yaml: command line: resources: unknown key 'cpus'; did you mean 'cpu'?"),
-        (["rule.zz=2"], "tiny.yaml: command line: base: rule 'gated_deltanet': unknown knob 'zz'"),
+        (
+            ["train.stpes=3"],
+            "tiny.yaml: command line: train.stpes=3: base: unknown train key 'stpes'; did you mean 'steps'?",
+        ),
+        (["trian.steps=3"], "tiny.yaml: command line: trian.steps=3: unknown key 'trian'; did you mean 'train'?"),
+        (
+            ["resources.cpus=2"],
+            "tiny.yaml: command line: resources.cpus=2: resources: unknown key 'cpus'; did you mean 'cpu'?",
+        ),
+        (["rule.zz=2"], "tiny.yaml: command line: rule.zz=2: base: rule 'gated_deltanet': unknown knob 'zz'"),
         (["seeds=many"], "tiny.yaml: command line: seeds must be a whole number, not 'many'"),
         (["seeds"], "tiny.yaml: command line: 'seeds': give settings as KEY=VALUE"),
         (["seeds=["], "tiny.yaml: command line: 'seeds=[', line 1: expected the node content"),
@@ -125,8 +131,12 @@ def test_a_path_leads_to_any_key(file: str, word: str, found: Callable[[object],
         (["seeds.at_least=6"], "command line: seeds.at_least: seeds is 2, which has no key 'at_least'"),
         (["family="], "command line: family=: takes away what is not there: unknown key 'family'"),
         (["tune.trials="], "command line: tune.trials is missing"),
-        (["profiles.x.seeds=2"], "command line: unknown key 'profiles'"),
-        (["ablate=[]", "arms=", "arms.same.rule=gated_deltanet"], "command line: arm 'same' is the same as base"),
+        (["profiles.x.seeds=2"], "command line: profiles.x.seeds=2: unknown key 'profiles'"),
+        (
+            ["ablate=[]", "arms=", "arms.same.rule=gated_deltanet", "train.steps=3"],
+            "command line: arms.same.rule=gated_deltanet: arm 'same' is the same as base",
+        ),
+        (["train.lr=0.5", "seeds=3", "train.steps=-1", "model.layers=1"], "command line: base: train.steps must be"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_where_it_is(file: str, words: list[str], said: str) -> None:
@@ -137,15 +147,22 @@ def test_a_mistake_is_one_line_that_says_where_it_is(file: str, words: list[str]
 
 
 def test_a_mistake_in_python_is_not_of_the_command_line(file: str) -> None:
-    with pytest.raises(InputError, match=r"tiny\.yaml: overrides: base: unknown train key 'stpes'"):
+    with pytest.raises(InputError, match=r"tiny\.yaml: overrides: train\.stpes: base: unknown train key 'stpes'"):
         planned({"train.stpes": 3})
-    with pytest.raises(InputError, match="overrides: takes texts, finite numbers"):
+    with pytest.raises(InputError, match=r"overrides: train\.lr: takes texts, finite numbers"):
         planned({"train.lr": float("nan")})
 
 
 def test_a_mistake_of_the_file_is_not_blamed_on_the_command_line(file: str) -> None:
     Path(file).write_text(STUDY.replace("steps: 2,", "stepz: 2,"))
     with pytest.raises(InputError, match=r"^tiny\.yaml: base: unknown train key 'stepz'"):
+        planned(["seeds=3"])
+    with pytest.raises(InputError, match=r"^tiny\.yaml: command line: unknown key .sedes.;"):
+        planned(["sedes=3"])
+    Path(file).write_text(STUDY.replace("seeds:", "sedes:"))
+    with pytest.raises(InputError, match=r"^tiny\.yaml: command line: ablate\.7: ablate has no entry '7'"):
+        planned(["ablate.7=b"])
+    with pytest.raises(InputError, match=r"^tiny\.yaml: unknown key 'sedes'"):
         planned(["seeds=3"])
 
 
@@ -203,4 +220,6 @@ def test_the_command_line_plans_and_runs_with_overrides(platform: Platform) -> N
     assert (code, json.loads(out)["overrides"]) == (0, {"tune": None, "seeds": 1})
     code, _, said = platform("study", "run", "tiny.yaml", "train.stpes=1", "--profile", "task")
     assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("error: tiny.yaml: command line: base: unknown train key 'stpes'; did you mean 'steps'?")
+    assert said.startswith(
+        "error: tiny.yaml: command line: train.stpes=1: base: unknown train key 'stpes'; did you mean 'steps'?"
+    )

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deltalab.errors import InputError, unknown
+from deltalab.errors import InputError, shortened, unknown
 from deltalab.models.costs import CostCounter
 from deltalab.models.hybrids import PRESET
 from deltalab.models.published import written_out
@@ -33,7 +33,7 @@ def plan_study(
 ) -> Plan:
     """Reads a study as `load_study` does, and expands it as `make_plan` does.
 
-    An error says whether the study's file or an override is wrong.
+    An error says whether the study's file or an override is wrong, and names the override.
 
     Args:
         study_file: The path of a study's file, the name of a shipped study, or the mapping that a file would hold.
@@ -41,14 +41,49 @@ def plan_study(
         overrides: Settings in place of the file's, as `deltalab.study.specs.overrides` explains them.
     """
     shown = "study" if isinstance(study_file, Mapping) else str(study_file)
-    spec = load_study(study_file, profile=profile, overrides=overrides)
     try:
-        plan = make_plan(spec, profile=profile, study_file=error_prefix(shown, overrides))
-    except InputError:
-        if overrides:  # If the file is wrong by itself, the next line raises what is wrong there.
-            make_plan(load_study(study_file, profile=profile), profile=profile, study_file=shown)
+        plan = _planned(study_file, profile, overrides)
+    except InputError as error:
+        if overrides:
+            raise InputError(_with_the_override(str(error), study_file, profile, overrides)) from None
         raise
     return replace(plan, study_file=shown, overrides=read_overrides(overrides))
+
+
+def _planned(study_file: str | Path | Mapping[str, Any], profile: str | None, overrides: Overrides) -> Plan:
+    shown = "study" if isinstance(study_file, Mapping) else str(study_file)
+    spec = load_study(study_file, profile=profile, overrides=overrides)
+    return make_plan(spec, profile=profile, study_file=error_prefix(shown, overrides))
+
+
+def _with_the_override(
+    error: str, study_file: str | Path | Mapping[str, Any], profile: str | None, overrides: Overrides
+) -> str:
+    """Returns an error with the override that causes it: the last of the fewest that have this error together.
+
+    An error that the file has by itself, or that names its override, stays as it is.
+    """
+    shown = "study" if isinstance(study_file, Mapping) else str(study_file)
+    place = error_prefix(shown, overrides)
+    if not error.startswith(place):
+        return error
+    try:
+        _planned(study_file, profile, None)
+    except InputError as of_file:
+        if str(of_file) == error.replace(place, shown, 1):
+            return str(of_file)
+    words = list(overrides or ())
+    for count, word in enumerate(words, 1):
+        first: Overrides = words[:count]
+        if isinstance(overrides, Mapping):
+            first = {key: overrides[key] for key in words[:count]}
+        try:
+            _planned(study_file, profile, first)
+        except InputError as wrong:
+            if str(wrong) == error:
+                rest = error.removeprefix(place)
+                return error if word.partition("=")[0] in rest else f"{place}: {shortened(word, 100)}{rest}"
+    return error
 
 
 def make_plan(spec: StudySpec, *, profile: str | None = None, study_file: str = "study") -> Plan:

@@ -299,6 +299,21 @@ class StudySpec(_Strict):
         return self
 
     @model_validator(mode="after")
+    def _graphs_are_replayed(self) -> Self:
+        settings = {} if self.engine is None else self.engine.settings
+        if not settings.get("graphs"):
+            return self
+        for key, value in (("compile", True), ("activation_checkpointing", True), ("batch.documents", "reset")):
+            if settings.get(key) == value:
+                raise ValueError(f"engine.settings.graphs: there are no CUDA graphs with {key}: {str(value).lower()}")
+        if self.resources.gpu != 1:
+            raise ValueError(
+                "engine.settings.graphs: only a training on one GPU replays CUDA graphs: with resources.gpu "
+                f"{self.resources.gpu:g}, leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_ladder_sets_its_sizes(self) -> Self:
         if self.scales is None:
             return self
@@ -375,21 +390,19 @@ def load_study(
         raise InputError(f"{shown}: profiles: must be a mapping of names to what they change")
     if profile is not None and profile not in profiles:
         raise unknown("profile", profile, profiles, where=shown)
-    spec, chosen = _validated(raw, where=shown), raw
+    asked, where = raw if profile is None else _merge(raw, profiles[profile]), error_prefix(shown, overrides)
+    try:
+        changed = with_overrides(asked, read_overrides(overrides), [*StudySpec.model_fields]) if overrides else None
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    spec = _validated(raw, where=shown)
     for name, change in profiles.items():
         # Check every profile, not only the profile asked for.
         merged = _merge(raw, change)
         checked = _validated(merged, where=f"{shown}: profiles.{name}")
         if name == profile:
-            spec, chosen = checked, merged
-    if not overrides:
-        return spec
-    where = error_prefix(shown, overrides)
-    try:
-        changed = with_overrides(chosen, read_overrides(overrides), [*StudySpec.model_fields])
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-    return _validated(changed, where=where)
+            spec = checked
+    return spec if changed is None else _validated(changed, where=where)
 
 
 def _read(study_file: str | Path) -> tuple[str, dict[str, Any]]:
