@@ -151,7 +151,7 @@ def test_a_word_that_only_stands_in_a_text_of_the_harness_is_no_task(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`lose` stands in the solved examples of MMLU, and `acp_bench` in lists of tags alone."""
+    """`lose` stands in the solved examples of MMLU, and `acp_bench` in the tags of an included file."""
     pytest.importorskip("lm_eval")
     forbid(monkeypatch, "loss")
     assert platform("eval", *models[:2], "--tasks", "loss,lose", "--data", data) == 2

@@ -55,7 +55,7 @@ class HarnessOptions:
 def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], list[Path]]:
     """Finds tasks of lm-evaluation-harness.
 
-    Its index takes 20 s of a core, and is asked only for names that a search of 2 s does not find.
+    Its index takes 20 s of a core, and is asked only for names that stand in its files without being defined there.
 
     Args:
         tasks: Names and YAML files of tasks.
@@ -82,14 +82,17 @@ def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], l
         raise InputError(f"{include}: no such folder of tasks")
     folders = [*dict.fromkeys([*([] if include is None else [include.resolve()]), *(file.parent for file in files)])]
     of_harness = [Path(location) / "tasks" for location in installed.submodule_search_locations or ()]
-    known = set[str]()
-    for file in (file for folder in (*folders, *of_harness) for file in folder.rglob("*.yaml")):
-        known.update(NAME.findall(file.read_text(encoding="utf-8", errors="replace")))
+    known, unseen = set[str](), {task: re.compile(rf"(?<![\w-]){re.escape(task)}(?![\w-])") for task in names}
+    # Files that others include end in `_yaml`.
+    for file in (file for folder in (*folders, *of_harness) for file in folder.rglob("*yaml") if file.is_file()):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        known.update(NAME.findall(text))
+        unseen = {task: word for task, word in unseen.items() if not word.search(text)}
         if known.issuperset(names):
             return names, folders
-    # The harness also knows names of lists of tags, and those that its code makes.
-    known |= _all_tasks(*folders)
-    for name in names:
+    if not unseen:  # The index also knows names of lists of tags, and those that code makes.
+        known |= _all_tasks(*folders)
+    for name in (*unseen, *names):
         if name not in known:
             raise _unknown(name, sorted(known))
     return names, folders
