@@ -134,7 +134,7 @@ def test_an_unchecked_rule_is_named_by_the_report(platform: Callable[..., Any], 
     [warning] = json.loads(out)["warnings"]
     assert warning.startswith("rule 'mine': not checked (the study ran with --unchecked)")
     code, out, _ = platform("study", "report", "small", "--markdown")
-    assert out.splitlines()[2] == f"- **{warning}**"
+    assert out.splitlines()[4] == f"- **{warning}**"
     change()
     platform("rule", "check", "mine")
     _, out, _ = platform(*RUN, "--unchecked", "--json")

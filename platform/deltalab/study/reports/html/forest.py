@@ -52,7 +52,7 @@ STYLE = """
   .forest thead { display: none; }
   .forest tr { display: block; padding: .6rem 0; border-bottom: 2px solid rgba(128, 128, 128, .4); }
   .forest th, .forest td { display: block; border: 0; padding: .15rem 0; }
-  .forest td[data-task]::before { content: attr(data-task); font-size: .85em; }
+  .forest td[data-task]::before { content: attr(data-task) "  "; font-size: .85em; }
 }
 """
 
@@ -108,7 +108,8 @@ def forest(answer: Answer) -> str:
         lines.append(f'<tr><th scope="row">{escape(arm).replace("_", "_<wbr>")}</th>')
         for row, table, axis in zip(rows, tables, axes, strict=True):
             lines.append(f'<td data-task="{escape(_label(table))}">{_cell(row, table, axis)}</td>')
-        lines.append(f'<td class="figures" data-task="cost">{escape(_costs(rows, tables))}</td></tr>')
+        costs = escape(_costs(rows, tables))
+        lines.append(f'<td class="figures"{" data-task=cost" if costs else ""}>{costs}</td></tr>')
     return "\n".join([*lines, "</tbody></table>"])
 
 
