@@ -15,7 +15,7 @@ from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.study.forecast import estimate as estimates
 from deltalab.study.forecast import step_time
-from deltalab.study.forecast.estimate import Estimate, estimate
+from deltalab.study.forecast.estimate import Effect, Estimate, estimate
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
@@ -160,6 +160,15 @@ def test_the_time_on_an_unmeasured_gpu_is_unknown(trainers: list[ModelSpec], mon
     assert found.how == f"No rate was measured on NVIDIA GeForce 256, only on {', '.join(gpu_rates())}."
     assert f"{found.runs} runs, for a time that is unknown" in printed(found)
     assert json.loads(found.to_json())["seconds"] is None
+
+
+def test_sizes_of_one_spread_share_a_line(no_gpu: None) -> None:
+    effect = Effect("a", "accuracy", 0.2, 0.0, None, 0.1, "measured on proxies")
+    tasks = ["a", "b", "c", "d", "e"]
+    alike = [*(replace(effect, task=task) for task in tasks), replace(effect, task="f", effect=0.3)]
+    text = " ".join(printed(replace(estimate(planned("mqar_capacity")), effects=alike)).split())
+    assert "On a, b, c, 2 more that is 0.2 in accuracy" in text
+    assert "On f that is 0.3 in accuracy" in text
 
 
 def training(d_model: int, length: int, batch: int, vocabulary: int) -> Training:

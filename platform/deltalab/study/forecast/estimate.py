@@ -191,19 +191,25 @@ class Estimate:
         if self.looks:
             stops = ", ".join(map(str, self.looks))
             lines.append(f"They are added in looks, after {stops} seeds, and an arm may stop before the last.")
+        alike: dict[str, list[str]] = {}  # The sizes of a ladder often have the spread of one study.
         for effect in self.effects:
-            found = f"On {effect.task} that is {effect.effect:.2g} in {effect.metric}"
-            lines.append(f"{found} (standard deviation {effect.sd:.2g}, {effect.source}).")
+            found = f"{effect.effect:.2g} in {effect.metric} (standard deviation {effect.sd:.2g}, {effect.source})."
             if effect.equal_seeds:
-                lines[-1] += f" To find arms equal within {effect.margin:g} takes about {effect.equal_seeds:,} seeds."
+                found += f" To find arms equal within {effect.margin:g} takes about {effect.equal_seeds:,} seeds."
+            alike.setdefault(found, []).append(effect.task)
+        lines += [f"On {_first(tasks)} that is {found}" for found, tasks in alike.items()]
         known = {effect.task for effect in self.effects}
         if unknown := [task for task in dict.fromkeys(arm.task for arm in self.arms) if task not in known]:
-            shown = unknown if len(unknown) <= 4 else [*unknown[:3], f"{len(unknown) - 3} more"]
             lines.append(
-                f"The spread of seeds on {', '.join(shown)} is not known: --sd gives one, or --db a ledger with a "
+                f"The spread of seeds on {_first(unknown)} is not known: --sd gives one, or --db a ledger with a "
                 "study of the task."
             )
         return lines
+
+
+def _first(tasks: Sequence[str]) -> str:
+    """The first tasks as text, and how many more there are."""
+    return ", ".join(tasks if len(tasks) <= 4 else [*tasks[:3], f"{len(tasks) - 3} more"])
 
 
 def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread] = ()) -> Estimate:
