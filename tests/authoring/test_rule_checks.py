@@ -166,12 +166,11 @@ def test_what_does_not_apply_is_left_out() -> None:
     listed = {name: {r.name for r in check_rule(deltalab.get_rule(name))} for name in ("attention", "linear_attention")}
     every = {check.name for check in CHECKS}
     of_gates = {"extreme gates", "gate ranges", "gate liveness", "gate gradients"}
-    of_knobs = {"knob options", "knobs together", "twin options"}
     alone = {"kernel", "step"}
     assert every - listed["linear_attention"] == {
         *of_gates,
-        *of_knobs,
         *alone,
+        "twin options",
         "scale",
         "nothing independent",
         "other numbers",
