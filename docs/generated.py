@@ -52,6 +52,7 @@ def command_line() -> str:
     """The page of all commands with their options, from the help texts."""
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="platform", title="The command `platform`")
+    text = text.replace("][", "]\\[")  # Two optional words in a row are no link.
     return text.replace("```console\n$ ", "```text\n")
 
 
