@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.decoding import read_in_every_way
 
 from deltalab import InputError, get_task
 from deltalab.export.modules import plugins
@@ -49,15 +50,7 @@ def test_a_block_is_its_statement(beside: Any) -> None:
 @CASES
 def test_tokens_one_by_one_and_packed_are_the_whole(beside: Any) -> None:
     model, tokens = net(beside, canon=["A"]), torch.arange(20).reshape(2, 10) * 7 % 16
-    want = model(tokens)
-    logits, cache = model.step(tokens[:, :2])
-    parts = [logits]
-    for i in range(2, 10):
-        logits, cache = model.step(tokens[:, i : i + 1], cache)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, 1), want)
-    packed = model(tokens.reshape(1, 20), cu_seqlens=torch.tensor([0, 10, 20]))
-    torch.testing.assert_close(packed.reshape(want.shape), want)
+    cache = read_in_every_way(model, tokens)
     swapped, _ = model.step(tokens[:1, :1], [part.rows(torch.tensor([1])) for part in cache])
     plain, _ = model.step(tokens[:1, :1].expand(2, 1), cache)
     torch.testing.assert_close(swapped[0], plain[1])

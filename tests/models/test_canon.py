@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.decoding import read_in_every_way
 from torch import Tensor, nn
 
 from deltalab import InputError, get_task
@@ -100,19 +101,7 @@ READERS: list[dict[str, Any]] = [
 )
 def test_tokens_one_by_one_and_packed_are_the_whole(places: tuple[str, ...], settings: dict[str, Any]) -> None:
     model, tokens = net(*places, **settings), torch.arange(20).reshape(2, 10) * 7 % 16
-    want = model(tokens)
-    logits, cache = model.step(tokens[:, :2])
-    parts = [logits]
-    for i in range(2, 10):
-        logits, cache = model.step(tokens[:, i : i + 1], cache)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, 1), want)
-    torch.testing.assert_close(
-        model(tokens.reshape(1, 20), cu_seqlens=torch.tensor([0, 10, 20])).reshape(want.shape), want
-    )
-    _, caches = model.step(tokens.reshape(1, 20)[:, :13], cu_seqlens=torch.tensor([0, 10, 13]))
-    after, _ = model.step(tokens[:, 3:5].reshape(1, 4), caches, cu_seqlens=torch.tensor([0, 2, 4]))
-    torch.testing.assert_close(after[0, 2:], want[1, 3:5])
+    cache = read_in_every_way(model, tokens)
     torch.testing.assert_close(cache[0].rows(torch.tensor([1])).conv, cache[0].conv[1:])
     for row, both in zip(cache[0].rows(torch.tensor([1])).canon, cache[0].canon, strict=True):
         torch.testing.assert_close(row, both[1:])

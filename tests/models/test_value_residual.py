@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.decoding import read_in_every_way
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -90,19 +91,8 @@ def test_learned_shares_begin_at_what_is_given() -> None:
 )
 def test_tokens_one_by_one_and_packed_are_the_whole(settings: dict[str, Any]) -> None:
     model, tokens = net(**settings), torch.arange(20).reshape(2, 10) * 7 % 16
-    want = model(tokens)
-    logits, cache = model.step(tokens[:, :2])
-    parts = [logits]
-    for i in range(2, 10):
-        logits, cache = model.step(tokens[:, i : i + 1], cache)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, 1), want)
+    cache = read_in_every_way(model, tokens)
     assert all(layer.values is None for layer in cache), "values of tokens that were read are no memory"
-    packed = model(tokens.reshape(1, 20), cu_seqlens=torch.tensor([0, 10, 20]))
-    torch.testing.assert_close(packed.reshape(want.shape), want)
-    _, caches = model.step(tokens.reshape(1, 20)[:, :13], cu_seqlens=torch.tensor([0, 10, 13]))
-    after, _ = model.step(tokens[:, 3:5].reshape(1, 4), caches, cu_seqlens=torch.tensor([0, 2, 4]))
-    torch.testing.assert_close(after[0, 2:], want[1, 3:5])
 
 
 def test_gradients_are_those_of_the_statement_and_of_checkpoints() -> None:
