@@ -1,14 +1,98 @@
 """The error that wrong input causes, and the sentence that helps to mend it."""
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 NEAR = 0.65
 """The least likeness of a name that is suggested: `silu` for `slu` has 0.86, `rms` for `rsm` 0.67."""
 
 
 class InputError(ValueError):
-    """The user's input is wrong. The message is one line that says what is allowed."""
+    """The user's input is wrong. The message is one line that says what is allowed.
+
+    The line is made of the fields. An error that is raised while another is handled, and that quotes the other's line,
+    has the other's fields, too.
+
+    Args:
+        problem: What is wrong. The whole line, where the fields are not known.
+        where: The place of the wrong input: a file, an option, a key above it. The line begins with it.
+        key: The word of the user that is wrong.
+        allowed: What may stand in its place; None if this cannot be listed.
+        nearest: The one of `allowed` with the nearest spelling.
+        mend: What the user can do, such as a command. The line ends with it.
+        kind: A name for the kind of error, in place of the class's own.
+
+    Attributes:
+        kind: A stable name for the kind of error. docs/reference/programs.md lists the kinds.
+
+    Examples:
+        >>> print(InputError("needs pyarrow", where="a.parquet", mend="pip install 'deltalab[data]'"))
+        a.parquet: needs pyarrow: pip install 'deltalab[data]'
+    """
+
+    kind = "input"
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        where: str = "",
+        key: str | None = None,
+        allowed: Sequence[str] | None = None,
+        nearest: str | None = None,
+        mend: str | None = None,
+        kind: str | None = None,
+    ) -> None:
+        place = f"{where}: " if where else ""
+        hint = f" did you mean '{nearest}'?" if nearest is not None else ""
+        listing = "" if allowed is None else f";{hint} allowed: {', '.join(allowed) or 'nothing'}"
+        super().__init__(f"{place}{problem}{listing}{f': {mend}' if mend else ''}")
+        self.kind = kind or self.kind
+        self.where, self.key, self.nearest, self.mend = where or None, key, nearest, mend
+        self.allowed = None if allowed is None else list(allowed)
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields for a program: `kind`, `where`, `key`, `allowed`, `nearest`, `mend` and `message`.
+
+        A field is None where it is not known. `where` is at least the place that the line begins with.
+
+        Examples:
+            >>> wrong = unknown("rule", "comb", ["comba", "mamba2"], where="arms.x")
+            >>> try:
+            ...     try:
+            ...         raise wrong
+            ...     except InputError as error:
+            ...         raise InputError(f"study.yaml: {error}") from None
+            ... except InputError as error:
+            ...     fields = error.fields()
+            >>> fields["kind"], fields["where"], fields["key"], fields["nearest"]
+            ('unknown', 'study.yaml: arms.x', 'comb', 'comba')
+            >>> InputError("--sd must be a finite number, not nan").fields()["where"]
+            '--sd'
+        """
+        line = str(self)
+        known: dict[str, Any] = {"kind": self.kind, "where": self.where}
+        known |= {name: getattr(self, name) for name in ("key", "allowed", "nearest", "mend")}
+        inner = self.__cause__ or self.__context__
+        while inner is not None and not (isinstance(inner, InputError) and str(inner) in line):
+            inner = inner.__cause__ or inner.__context__
+        if isinstance(inner, InputError):
+            quoted = inner.fields()
+            if known["kind"] == "input":
+                known["kind"] = quoted["kind"]
+            known |= {name: quoted[name] for name in quoted if known.get(name) is None and name != "message"}
+            place = line[: line.index(str(inner))].strip().removesuffix(":")
+            if place:
+                known["where"] = place if quoted["where"] is None else f"{place}: {quoted['where']}"
+        elif self.where is None and (beginning := _PLACE.match(line)):
+            known["where"] = beginning[1] or beginning[2]
+        return {**known, "message": line}
+
+
+_PLACE = re.compile(r"(--[a-z][a-z-]*)\b|([^\s:'\"]\S*?): ")
+"""The place that a line begins with: an option, or a file or a key without spaces before a colon."""
 
 
 class WrongRules(InputError):
@@ -18,9 +102,26 @@ class WrongRules(InputError):
         lines: The failures, one line for each rule.
     """
 
+    kind = "checks"
+
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
         self.lines = tuple(lines)
+
+
+class NotInstalled(InputError):
+    """A package that the command needs is not installed.
+
+    Args:
+        problem: What needs the package.
+        install: The words after `pip install`, which bring the package.
+        where: The place of the input that needs it.
+    """
+
+    kind = "not_installed"
+
+    def __init__(self, problem: str, install: str, *, where: str = "") -> None:
+        super().__init__(problem, where=where, mend=f"pip install {install}")
 
 
 def shortened(text: str, letters: int) -> str:
@@ -77,6 +178,6 @@ def unknown(what: str, given: object, allowed: Iterable[object], *, where: str =
     # Without the beginning that they share, `model.moe` is not near `model.rope`.
     beside = [name.removeprefix(start) for name in names if name.startswith(start)]
     near = get_close_matches(given.removeprefix(start), beside, n=1, cutoff=NEAR)
-    hint = f" did you mean '{start}{near[0]}'?" if near else ""
-    listing = ", ".join(names) or "nothing"
-    return InputError(f"{where + ': ' if where else ''}unknown {what} '{given}';{hint} allowed: {listing}")
+    nearest = f"{start}{near[0]}" if near else None
+    problem = f"unknown {what} '{given}'"
+    return InputError(problem, where=where, key=given, allowed=names, nearest=nearest, kind="unknown")

@@ -366,7 +366,8 @@ def _find(kind: type, noun: str, name: object) -> Plugin:
         raise InputError(_duplicates[name])
     if name not in plugins:
         hints = "".join(f"; left out: {line}" for line in left_out())
-        raise InputError(f"{unknown(noun, name, sorted(plugins))}{hints}")
+        wrong = unknown(noun, name, sorted(plugins))
+        raise InputError(f"{wrong}{hints}") from wrong
     return plugins[name]
 
 

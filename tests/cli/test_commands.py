@@ -5,86 +5,19 @@ import io
 import json
 import os
 import resource
-import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
+from tests.support.command import STUDY, Platform, Said
 
 import deltalab
 from deltalab import registry
-from deltalab.cli.app import main
 from deltalab.store import Store
-
-STUDY = """
-name: tiny
-task: {mqar: {length: 16, pairs: 2, vocab_size: 32}}
-base:
-  rule: comba
-  model: {d_model: 16, layers: 1, heads: 1, mlp: false}
-  train: {steps: 4, batch_size: 4, lr: 1e-2, evaluations: 2, eval_batches: 1}
-ablate: [d]
-tune: {train.lr: {log_uniform: [1e-3, 1e-1]}, trials: 2}
-seeds: 2
-profiles:
-  longer: {base: {train: {steps: 6}}}
-"""
-
-
-@dataclass(frozen=True)
-class Said:
-    code: int
-    out: str
-    err: str
-
-
-Platform = Callable[..., Said]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to work in, with a study in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "study.yaml").write_text(STUDY)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with registry.isolated():
-        yield tmp_path
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def platform(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Platform:
-    """The command, in this process."""
-
-    def run(*words: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["platform", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Said(int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the study ran."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "study.yaml").write_text(STUDY)
-    deltalab.run_study(folder / "study.yaml", db=folder / "deltalab.db", executor="inline")
-    return folder
-
-
-@pytest.fixture
-def done(here: Path, finished: Path) -> Path:
-    shutil.copy(finished / "deltalab.db", here)
-    return here
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -320,7 +253,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("study plan nope.yaml", ("nope.yaml: no such study",)),
     ("study list", ("deltalab.db: no such database",)),
     ("study report tiny", ("deltalab.db: no such database",)),
-    ("study report tiny --json --csv", ("give one of them",)),
+    ("study report tiny --markdown --csv", ("give one of them",)),
     ("study list --db mysql://me@host/lab", ("unknown database 'mysql'",)),
     ("study list --db sqlite://", ("needs a file",)),
     ("study list --db study.yaml", ("study.yaml: file is not a database",)),

@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from uuid import uuid4
 
+from deltalab import progress
 from deltalab.authoring.check import CheckResult
 from deltalab.errors import WrongRules
 from deltalab.own_module import OwnModule
@@ -104,8 +104,10 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
     missing = [rule for rule, verdict in verdicts.items() if verdict is None]
     for number, rule in enumerate(missing, start=1):
         if not quiet:
-            progress = f"checking rule '{rule}', {number} of {len(missing)}"
-            print(f"{progress}: up to a minute, once for each version of its file", file=sys.stderr)
+            text = (
+                f"checking rule '{rule}', {number} of {len(missing)}: up to a minute, once for each version of its file"
+            )
+            progress.advance(text, done=number - 1, total=len(missing))
         verdicts[rule] = keep(rule, checked(rule))
     wrong = []
     for rule, verdict in verdicts.items():

@@ -15,7 +15,6 @@ import gc
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltalab import progress
 from deltalab.authoring.inputs import Inputs, draw, moves
 from deltalab.authoring.kernel_line import kernel_line
 from deltalab.bench.flops import CHUNK, decode_bytes, flops, forward_bytes, size, training_bytes
@@ -348,9 +348,9 @@ def bench(
     run = Bench(dtype or ("bf16" if gpu else "fp32"))
     if not gpu:
         kernel = f"the kernel of '{rule.name}'" if rule.brings_kernel else "a kernel"
-        print(f"no GPU: times 'chunked' and 'recurrent' on the CPU; timing {kernel} takes a GPU", file=sys.stderr)
+        progress.note(f"no GPU: times 'chunked' and 'recurrent' on the CPU; timing {kernel} takes a GPU")
         line = kernel_line(rule, key_dim=base_shape.key_dim, value_dim=base_shape.value_dim)
-        print(f"{rule.name}: Triton kernels {line}", file=sys.stderr)
+        progress.note(f"{rule.name}: Triton kernels {line}")
     for shape_at in shapes:
         run.add(rule, shape_at, against=peers)
     if out is not None:

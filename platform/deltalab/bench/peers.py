@@ -17,7 +17,7 @@ from torch import Tensor
 from deltalab.authoring.inputs import Inputs
 from deltalab.bench.flops import attention_flops
 from deltalab.bench.results import Shape
-from deltalab.errors import InputError, unknown
+from deltalab.errors import InputError, NotInstalled, unknown
 from deltalab.ops.scan import operands
 from deltalab.rule import Operands, UpdateRule
 
@@ -239,7 +239,7 @@ def installed(name: str) -> None:
     if name == "sdpa":
         return
     if importlib.util.find_spec(name) is None:
-        raise InputError(f"--against {name}: not installed; pip install {PEERS[name][1]}")
+        raise NotInstalled("not installed", PEERS[name][1], where=f"--against {name}")
     if not torch.cuda.is_available():
         raise InputError(f"--against {name}: needs a GPU")
 

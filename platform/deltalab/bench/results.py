@@ -3,12 +3,12 @@
 import dataclasses
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deltalab import progress
 from deltalab.errors import InputError
 
 
@@ -166,7 +166,7 @@ class Results:
         If matplotlib is not installed, a line on stderr says so.
         """
         if importlib.util.find_spec("matplotlib") is None:
-            print(f"{file.name}: not drawn, matplotlib is not installed", file=sys.stderr)
+            progress.note(f"{file.name}: not drawn, matplotlib is not installed")
             return
         import matplotlib.pyplot as plt
 

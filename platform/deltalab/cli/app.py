@@ -4,14 +4,15 @@ import json
 import math
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from deltalab import __version__
+from deltalab import __version__, progress
 from deltalab.cli import studies
 from deltalab.cli.data import data
 from deltalab.cli.db import db
@@ -25,10 +26,13 @@ from deltalab.cli.options import (
     LogTo,
     Overrides,
     Profile,
+    Progress,
     StudyFile,
     StudyName,
     find_study,
     latest_study,
+    print_result,
+    wants_json,
 )
 from deltalab.cli.plugins import model, module, rule, task
 from deltalab.cli.train import train
@@ -76,9 +80,9 @@ def _plugins(
 
 
 @app.command()
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    print(__version__)
+    print_result(as_json, __version__, version=__version__)
 
 
 @study.command("run")
@@ -102,6 +106,7 @@ def study_run(
     ] = False,
     log_to: LogTo = None,
     as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Run a study, or go on with one; print its report.
 
@@ -208,7 +213,7 @@ def study_report(
         comparison = report(store, study_row.id, against=against)
         running = study_progress(store, [study_row.id]).get(study_row.id)
     if running:
-        print(f"study '{study_row.address}' runs: {running.line}", file=sys.stderr)
+        progress.note(f"study '{study_row.address}' runs: {running.line}")
     if as_json:
         print(comparison.to_json())
     elif csv:
@@ -227,15 +232,18 @@ def study_export_optuna(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new SQLite file.")],
     db: Db = None,
     profile: Profile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the candidates of a search to a file of Optuna's, which optuna-dashboard and Optuna's plots open."""
     from deltalab.store import Store
     from deltalab.study.reports.to_optuna import export_optuna
 
     with Store.open(db, create=False) as store:
-        for search in export_optuna(store, find_study(store, study_name, profile).id, file):
-            print(f"{search.name}: {search.complete} of {search.trials} candidates have all scores")
-    print(f"{file}: written; pip install optuna-dashboard, then: optuna-dashboard sqlite:///{file}")
+        searches = list(export_optuna(store, find_study(store, study_name, profile).id, file))
+    lines = [f"{search.name}: {search.complete} of {search.trials} candidates have all scores" for search in searches]
+    lines.append(f"{file}: written; pip install optuna-dashboard, then: optuna-dashboard sqlite:///{file}")
+    counts = [{"name": search.name, "complete": search.complete, "trials": search.trials} for search in searches]
+    print_result(as_json, "\n".join(lines), file=file, searches=counts)
 
 
 @study.command("calibrate")
@@ -249,6 +257,7 @@ def study_calibrate(
         bool, typer.Option("--real", help="Train the base on a seed for every run of every arm, and split those.")
     ] = False,
     as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Measure how often this study finds a difference between arms that are alike, and whether it keeps to 5%."""
     from deltalab.store import Store
@@ -277,6 +286,7 @@ def study_schema(
     out: Annotated[
         Path | None, typer.Option("--out", help="Write it to this file, in place of an earlier one.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the JSON schema of a study file, for editors."""
     from deltalab.study.specs.json_schema import schema_text
@@ -285,16 +295,17 @@ def study_schema(
         print(schema_text(), end="")
     else:
         out.write_text(schema_text(), encoding="utf-8")
-        print(f"{out}: begin a study beside it with: # yaml-language-server: $schema={out.name}")
+        comment = f"# yaml-language-server: $schema={out.name}"
+        print_result(as_json, f"{out}: begin a study beside it with: {comment}", file=out, comment=comment)
 
 
 @study.command("new")
-def study_new(name: str, folder: Folder = Path("studies")) -> None:
+def study_new(name: str, folder: Folder = Path("studies"), as_json: AsJson = False) -> None:
     """Write a commented study file that can be planned and run, to start from."""
     from deltalab.authoring.files.scaffold import new_study
 
     file = new_study(name, folder)
-    print(f"{file}: change it, then: platform study plan {file}")
+    print_result(as_json, f"{file}: change it, then: platform study plan {file}", name=name, file=file)
 
 
 @study.command("import")
@@ -302,6 +313,7 @@ def study_import(
     tool: Annotated[str, typer.Argument(metavar="zoology|mad", help="The tool whose configuration it is.")],
     config: Annotated[Path, typer.Argument(help="zoology: a Python file that makes `configs`; mad: a task's YAML.")],
     out: Annotated[Path | None, typer.Option("--out", help="The study file; studies/NAME.yaml by default.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a study from a configuration of zoology or mad-lab, which is read as text. Nothing of it is run."""
     from deltalab.authoring.imports.mad import from_mad
@@ -314,9 +326,12 @@ def study_import(
     imported = readers[tool](config)
     file = out or Path("studies") / f"{imported.name}.yaml"
     write_study(imported, file)
-    for note in imported.left_out:
-        print(f"not as in {tool}: {note}", file=sys.stderr)
-    print(f"{file}: {len(imported.tasks)} tasks, {len(imported.arms) + 1} arms; then: platform study plan {file}")
+    if not as_json:
+        for note in imported.left_out:
+            progress.note(f"not as in {tool}: {note}")
+    tasks, arms = len(imported.tasks), len(imported.arms) + 1
+    text = f"{file}: {tasks} tasks, {arms} arms; then: platform study plan {file}"
+    print_result(as_json, text, name=imported.name, file=file, tasks=tasks, arms=arms, left_out=list(imported.left_out))
 
 
 @app.command()
@@ -325,6 +340,7 @@ def dashboard(
     db: Db = None,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8501,
     browser: bool = True,
+    as_json: AsJson = False,
 ) -> None:
     """Compare studies in the browser, on 127.0.0.1."""
     import importlib.util
@@ -359,6 +375,10 @@ def dashboard(
     environment = {**os.environ, **({"DELTALAB_DB": db} if db else {})}
     if ctx.obj:
         environment["DELTALAB_PLUGINS"] = os.pathsep.join(map(str, ctx.obj))
+    if as_json:
+        print_result(as_json, "", address=f"http://127.0.0.1:{port}")
+        sys.stdout.flush()
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what Streamlit prints
     os.execve(sys.executable, command, environment)
 
 
@@ -381,7 +401,7 @@ def main() -> None:
         # Drop what is left to write. Otherwise Python tries again at exit, and prints a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not code and not isinstance(error, BrokenPipeError):
-            code = _report(f"output: {error.strerror}")
+            code = _report(InputError(error.strerror or str(error), where="output", kind="file"))
     sys.exit(code)
 
 
@@ -390,7 +410,7 @@ def _run() -> int:
     try:
         code = app(prog_name="platform", standalone_mode=False)
     except InputError as error:
-        return _report(*(error.lines if isinstance(error, WrongRules) else [str(error)]))
+        return _report(error)
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED[0]
     except SystemExit as error:
@@ -398,25 +418,54 @@ def _run() -> int:
             raise
         code = error.code
     except OSError as error:
-        return _report(f"{error.filename or 'output'}: {error.strerror or error}")
+        where = str(error.filename or "output")
+        return _report(InputError(error.strerror or str(error), where=where, kind="file"))
     except Exception as error:
         # Typer has its own copy of click. Its exceptions are recognized without importing its internals.
         if not hasattr(error, "format_message"):
+            if wants_json():
+                traceback.print_exc()
+                _print_error(InputError(f"{type(error).__name__}: {error}", kind="internal"))
+                return 1
             raise
-        if type(error).__name__ == "NoArgsIsHelpError":
+        if type(error).__name__ == "NoArgsIsHelpError" and not wants_json():
             print(error.format_message(), file=sys.stderr)
             return 2
-        return _report(error.format_message())
+        return _report(_of_usage(error))
     if registry := sys.modules.get("deltalab.registry"):  # the registry loads torch, which many commands do not need
         for line in registry.left_out():
-            print(f"warning: left out: {one_line(line)}", file=sys.stderr)
+            progress.note(f"warning: left out: {line}")
     if code in INTERRUPTED:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        going_on = InputError("interrupted: the same command goes on from here", kind="interrupted")
+        if wants_json():
+            _print_error(going_on)
+        else:
+            print(going_on, file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 
-def _report(*messages: str) -> int:
-    """Prints errors, and returns the exit code for wrong input."""
-    for message in messages:
-        print("error: " + one_line(message), file=sys.stderr)
+def _of_usage(error: Any) -> InputError:
+    """Returns the error that Typer raised about the user's words."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return InputError("name a command: --help lists them", kind="usage")
+    key = getattr(error, "option_name", None)
+    if key is None and (param := getattr(error, "param", None)) is not None:
+        key = max(param.opts, key=len) if param.param_type_name == "option" else param.metavar or param.name.upper()
+    usage = InputError(error.format_message(), key=key, kind="usage")
+    usage.nearest = next(iter(getattr(error, "possibilities", None) or ()), None)  # The message names it.
+    return usage
+
+
+def _report(error: InputError) -> int:
+    """Prints an error, and returns the exit code for wrong input."""
+    if wants_json():
+        _print_error(error)
+    else:
+        for line in error.lines if isinstance(error, WrongRules) else [str(error)]:
+            print("error: " + one_line(line), file=sys.stderr)
     return 2
+
+
+def _print_error(error: InputError) -> None:
+    """Prints an error as a line of JSON."""
+    print(json.dumps({"error": error.fields()}, default=str), file=sys.stderr)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deltalab.cli.options import AsJson
+from deltalab import progress
+from deltalab.cli.options import AsJson, Progress, print_result
 from deltalab.data.pack import SHARD_TOKENS, STATE, pack
 from deltalab.data.sources import Reading, find
 from deltalab.data.text_tokenizers import BYTES
@@ -72,6 +72,7 @@ def data_pack(
     ] = None,
     shard: Annotated[int, typer.Option("--shard", min=1, help="Tokens of a shard.")] = SHARD_TOKENS,
     as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Pack text into shards of tokens; after a kill, the same command goes on."""
     _quiet_hub()
@@ -97,24 +98,17 @@ def data_pack(
     limit = TokenLimit(most, weights, [])
     for number, source in enumerate(packed.meta["sources"]):
         if (share := limit.share(number)) is not None and source["train_tokens"] < share:
-            print(
-                f"note: {source['source']}: ended after {source['train_tokens']:,} of its {share:,} training tokens",
-                file=sys.stderr,
-            )
+            _note(f"{source['source']}: ended after {source['train_tokens']:,} of its {share:,} training tokens")
     if most is not None and weights is None and packed.split("train").tokens < most:
-        print(
-            f"note: the sources ended after {packed.split('train').tokens:,} of {most:,} training tokens",
-            file=sys.stderr,
-        )
+        _note(f"the sources ended after {packed.split('train').tokens:,} of {most:,} training tokens")
     for name in SPLITS[1:]:
         if not packed.split(name).documents:
-            print(f"note: no document fell into {name}: more documents, or --separator, would help", file=sys.stderr)
+            _note(f"no document fell into {name}: more documents, or --separator, would help")
     for source in packed.meta["sources"]:
         if not_utf8 := source.get("not_utf8"):  # folders of earlier versions lack this count
-            print(
-                f"note: {source['source']}: {not_utf8:,} of {source['documents']:,} documents are not UTF-8 text; "
-                "their bytes were packed as they are",
-                file=sys.stderr,
+            _note(
+                f"{source['source']}: {not_utf8:,} of {source['documents']:,} documents are not UTF-8 text; "
+                "their bytes were packed as they are"
             )
     _show(packed, as_json)
 
@@ -127,11 +121,12 @@ def data_tokenizer(
     field: Field = "text",
     separator: Separator = None,
     files: Pattern = "*",
+    as_json: AsJson = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
     _quiet_hub()
     size = train_tokenizer(sources, out, vocab_size=vocab, reading=_reading(field, separator, files))
-    print(f"{out}: {size:,} ids")
+    print_result(as_json, f"{out}: {size:,} ids", file=out, vocab_size=size)
 
 
 @data.command("show")
@@ -153,6 +148,11 @@ def data_show(
     except ValueError as error:
         raise InputError(str(error)) from None
     _show(packed, as_json)
+
+
+def _note(text: str) -> None:
+    """Tells what a user may not expect of the packed data."""
+    progress.note(text if progress.is_json() else f"note: {text}")
 
 
 def _show(packed: Packed, as_json: bool) -> None:
@@ -261,7 +261,7 @@ class _PackingProgress:
         self._began = self._said = time.monotonic()
 
     def __call__(self, read: int, tokens: int) -> None:
-        now, terminal = time.monotonic(), self._console.is_terminal
+        now, terminal = time.monotonic(), self._console.is_terminal and not progress.is_json()
         if now - self._said < (0.5 if terminal else EVERY_SECONDS):
             return
         self._said, passed = now, now - self._began
@@ -272,4 +272,7 @@ class _PackingProgress:
         )
         if done:
             text = f"{done:.0%}, {text}, {passed * (1 - done) / done:.0f} s left"
-        self._console.print(text, end="\r" if terminal else "\n", highlight=False, soft_wrap=True)
+        if terminal:
+            self._console.print(text, end="\r", highlight=False, soft_wrap=True)
+        else:
+            progress.advance(text, done=done or None, total=1.0, tokens=tokens, seconds=round(passed, 1))

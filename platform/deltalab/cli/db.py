@@ -1,35 +1,42 @@
 """The commands `platform db ...`."""
 
-import sys
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from deltalab.cli.options import Db
+from deltalab import progress
+from deltalab.cli.options import AsJson, Db, Progress, print_result
 
 db = typer.Typer(no_args_is_help=True, help="Look after the database.")
 
 
 @db.command("upgrade")
-def db_upgrade(db: Db = None) -> None:
+def db_upgrade(db: Db = None, as_json: AsJson = False) -> None:
     """Migrate an older database to this version."""
     from deltalab.store import Store
+    from deltalab.store.database import address, display_url
 
     Store.upgrade(db)
+    if as_json:
+        print_result(as_json, "", database=display_url(address(db)), state="upgraded")
 
 
 @db.command("export")
 def db_export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new SQLite file.")],
     db: Db = None,
+    as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Copy the whole ledger to a file, which is a ledger itself (--db FILE), and which `import` takes."""
     from deltalab.store import Store
     from deltalab.store.copy import export_ledger
 
     with Store.open(db, create=False) as store:
-        _print_rows_of(file, export_ledger(store, file, _print_progress), "written")
+        rows = export_ledger(store, file, progress.advance)
+    print_result(as_json, f"{file}: written: {_counts(rows)}", file=file, rows=rows)
 
 
 @db.command("import")
@@ -39,24 +46,34 @@ def db_import(
         typer.Argument(metavar="FILE|RUN...", help="Ledgers that `export` wrote; folders of runs of `platform train`."),
     ],
     db: Db = None,
+    as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Add ledgers of other machines to this one, and trainings from their folders; again, to bring them up to date."""
     from deltalab.store import Store
     from deltalab.store.copy import import_ledger
     from deltalab.store.trainings import record
 
+    imported: list[dict[str, Any]] = []
     with Store.open(db) as store:
         for path in paths:
             if path.is_dir():
                 record(store, path)
-                print(f"{path}: recorded")
+                imported.append({"path": str(path), "recorded": True})
+                text = f"{path}: recorded"
             else:
                 with Store.open(path, create=False) as source:
-                    _print_rows_of(path, import_ledger(store, source, _print_progress), "new")
+                    rows = import_ledger(store, source, progress.advance)
+                imported.append({"path": str(path), "rows": rows})
+                text = f"{path}: new: {_counts(rows)}"
+            if not as_json:
+                print(text)
+    if as_json:
+        print(json.dumps(imported))
 
 
 @db.command("vacuum")
-def db_vacuum(db: Db = None) -> None:
+def db_vacuum(db: Db = None, as_json: AsJson = False) -> None:
     """Delete trials that no arm uses and rules that no trial uses, and free their space. Run it while no study runs."""
     from deltalab.store import Store
     from deltalab.store.copy import size, vacuum
@@ -64,16 +81,12 @@ def db_vacuum(db: Db = None) -> None:
     with Store.open(db, create=False) as store:
         before = size(store)
         deleted = vacuum(store)
-        counts = ", ".join(f"{rows} rows of {table}" for table, rows in deleted.items())
-        print(f"deleted {counts}; {before / 1e6:.1f} MB before, {size(store) / 1e6:.1f} MB now")
+        after = size(store)
+    counts = ", ".join(f"{rows} rows of {table}" for table, rows in deleted.items())
+    text = f"deleted {counts}; {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now"
+    print_result(as_json, text, deleted=deleted, bytes_before=before, bytes=after)
 
 
-def _print_progress(line: str) -> None:
-    """Prints a line about the progress on stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def _print_rows_of(path: Path, rows: dict[str, int], what: str) -> None:
-    """Prints the numbers of rows of a copy."""
-    counts = ", ".join(f"{count:,} of {table}" for table, count in rows.items() if count)
-    print(f"{path}: {what}: {counts or 'no rows'}")
+def _counts(rows: dict[str, int]) -> str:
+    """Returns the numbers of rows of a copy as text."""
+    return ", ".join(f"{count:,} of {table}" for table, count in rows.items() if count) or "no rows"

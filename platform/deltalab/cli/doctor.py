@@ -18,7 +18,7 @@ def doctor(db: Db = None, as_json: AsJson = False) -> None:
     from deltalab.cli.machine import examine
 
     console = Console()
-    with console.status("looking at packages, GPU, kernels, Ray and the database"):
+    with Console(stderr=True).status("looking at packages, GPU, kernels, Ray and the database"):
         findings = list(examine(db))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))

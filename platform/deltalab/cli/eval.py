@@ -1,7 +1,6 @@
 """The command `platform eval`."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -12,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deltalab.cli.options import AsJson, Db, print_rows
+from deltalab import progress
+from deltalab.cli.options import AsJson, Db, Progress, print_rows, wants_json
 from deltalab.data.token_shards import SPLITS
 from deltalab.errors import InputError, unknown
 
@@ -41,7 +41,7 @@ def _list_suites(wanted: bool) -> None:
         for task in suite.tasks:
             metrics = ", ".join(filter(None, (task.metric, *task.also))) or "all"
             rows.append({"name": f"{suite.name}/{task.name}", "metrics": metrics, "needs": ", ".join(task.needs)})
-    print_rows(rows, as_json=False)
+    print_rows(rows, wants_json())
     raise typer.Exit
 
 
@@ -97,6 +97,7 @@ def evaluate(
     ] = False,
     db: Db = None,
     as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Measure models: loss by length, retrieval, their proxy task, and lm-evaluation-harness; compare them by item.
 
@@ -153,7 +154,7 @@ def evaluate(
                 include=include,
                 options=how,
                 kept=None if identity is None else ItemFiles(place / FOLDER, identity, folder.step),
-                say=lambda line: print(line, file=sys.stderr),
+                say=progress.advance,
             )
             by_suite, without, versions = measure(folder, suite_names, of_suites)
             results[model], left_out = [*own, *by_suite], left_out | without
@@ -165,12 +166,10 @@ def evaluate(
             about |= {"suites": versions} if versions else {}
             summary = _record(place, folder, results[model], about, db)
             for task, reason in left_out.items():
-                print(
-                    f"left out {task}: {reason}" if len(models) == 1 else f"{model}: left out {task}: {reason}",
-                    file=sys.stderr,
-                )
+                whose = "" if len(models) == 1 else f"{model}: "
+                progress.note(f"{whose}left out {task}: {reason}")
             if len(models) > 1:
-                print(summary, file=sys.stderr)
+                progress.note(summary)
         if len(models) > 1:
             found = compare(results)
             for model in models[1:]:

@@ -1,11 +1,12 @@
 """The command `platform export`."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deltalab.cli.options import Db, Profile, find_study
+from deltalab.cli.options import AsJson, Db, Profile, find_study, print_result, wants_json
 from deltalab.errors import InputError
 
 Source = Annotated[
@@ -21,9 +22,9 @@ Source = Annotated[
 def _print_recipes(wanted: bool) -> None:
     """Prints the papers' recipes and ends the command, if it is wanted."""
     if wanted:
-        from deltalab.export.papers import recipes_table
+        from deltalab.export.papers import recipes_rows, recipes_table
 
-        print("\n".join(recipes_table()))
+        print(json.dumps(recipes_rows()) if wants_json() else "\n".join(recipes_table()))
         raise typer.Exit
 
 
@@ -65,6 +66,7 @@ def export(
     task: Annotated[str | None, typer.Option("--task", help="Which task, where the study has several.")] = None,
     db: Db = None,
     profile: Profile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Export a model of a study, or of a folder, for real training: its code with kernels, its recipe, its weights.
 
@@ -104,9 +106,16 @@ def export(
         weights=weights,
         tokenizer=tokenizer,
     )
-    print(description)
-    for note in result.notes:
-        print(f"- {note}")
     trained = "with its weights" if result.trained else "untrained"
     remark = "a model of FLA, which platform train does not take" if to == "fla" else "recipe.yaml says how to train it"
-    print(f"{directory}: {result.parameters:,} parameters, {trained}; {remark}")
+    whole = f"{directory}: {result.parameters:,} parameters, {trained}; {remark}"
+    print_result(
+        as_json,
+        "\n".join([description, *(f"- {note}" for note in result.notes), whole]),
+        folder=directory,
+        source=description,
+        form=to,
+        parameters=result.parameters,
+        trained=result.trained,
+        notes=list(result.notes),
+    )

@@ -1,16 +1,18 @@
-"""The options and arguments that several commands take. Also finds the study that a user names, and prints tables."""
+"""The options and arguments that several commands take. Also finds the study that a user names, and prints results."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deltalab.errors import InputError
+from deltalab import progress
+from deltalab.errors import InputError, unknown
 
 PIPED = 10_000
 """The width of a table that is no terminal's: each row is one line for the next command of a pipe."""
@@ -29,6 +31,14 @@ def _without_password(ctx: typer.Context, value: str | None) -> str | None:
     return value
 
 
+def _tell_in(form: str) -> str:
+    """Chooses the form of the lines on stderr."""
+    if form not in get_args(progress.Form):
+        raise unknown("form", form, get_args(progress.Form), where="--progress")
+    progress.tell_in(form)  # type: ignore[arg-type]
+    return form
+
+
 Db = Annotated[
     str | None,
     typer.Option(
@@ -38,7 +48,7 @@ Db = Annotated[
         callback=_without_password,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; an error is JSON on stderr.")]
 Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
 LogTo = Annotated[
     list[str] | None,
@@ -50,6 +60,10 @@ Overrides = Annotated[
 ]
 Params = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Profile = Annotated[str | None, typer.Option("--profile", help="One of the study's profiles.")]
+Progress = Annotated[
+    str,
+    typer.Option("--progress", callback=_tell_in, help="text, or json: lines of JSON on stderr about how far it is."),
+]
 StudyFile = Annotated[
     Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or shipped.")
 ]
@@ -87,6 +101,17 @@ def latest_study(store: Any) -> str:
     if not ids:
         raise InputError("the ledger has no study yet: platform study run makes one")
     return str(max(ids))
+
+
+def wants_json() -> bool:
+    """Returns whether the user's words ask for JSON, also if the words are wrong."""
+    words = sys.argv[1:]
+    return "--json" in (words[: words.index("--")] if "--" in words else words)
+
+
+def print_result(as_json: bool, text: str, **fields: Any) -> None:
+    """Prints the result of a command: the text for people, or the fields as JSON, in which a path is its text."""
+    print(json.dumps(fields, default=str) if as_json else text)
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -13,7 +13,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from deltalab.authoring.check import CheckResult, author_line
-from deltalab.cli.options import AsJson, Db, Folder, Params, Profile, StudyName, find_study, print_rows
+from deltalab.cli.options import (
+    AsJson,
+    Db,
+    Folder,
+    Params,
+    Profile,
+    Progress,
+    StudyName,
+    find_study,
+    print_result,
+    print_rows,
+)
 from deltalab.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,6 +88,7 @@ def rule_check(
         bool, typer.Option("--quick", help="The checks of seconds, on the rule as it stands: no verdict for a study.")
     ] = False,
     as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Hold a rule to the contract, and keep the verdict for studies. Exit 1 if a check fails."""
     from deltalab.authoring.kernel_line import kernel_line
@@ -105,6 +117,7 @@ def rule_bench(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for NAME.json and, with --lengths, NAME.png.")] = None,
     as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Time a rule, forward, with backward and decoding, with its memory; on the GPU, or else on the CPU."""
     from deltalab.bench.measure import bench
@@ -121,12 +134,13 @@ def rule_new(
     name: str,
     folder: Folder = Path("plugins"),
     kernel: Annotated[bool, typer.Option("--kernel", help="A rule with a Triton kernel of its own.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a rule file that passes its checks, to start from."""
     from deltalab.authoring.files.scaffold import new_rule
 
     file = new_rule(name, folder, kernel=kernel)
-    print(f"{file}: change it, then: platform rule check {file}")
+    print_result(as_json, f"{file}: change it, then: platform rule check {file}", name=name, file=file)
 
 
 @rule.command("from-search")
@@ -137,6 +151,7 @@ def rule_from_search(
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; plugins/NAME.py by default.")] = None,
     db: Db = None,
     profile: Profile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the rule that a search found as a file of its own, with only what it uses and with its equation."""
     from deltalab.store import Store
@@ -144,7 +159,7 @@ def rule_from_search(
 
     with Store.open(db, create=False) as store:
         file = write(store, find_study(store, study_name, profile).id, arm=arm, name=name, out=out)
-    print(f"{file}: read its equation, then: platform rule check {file}")
+    print_result(as_json, f"{file}: read its equation, then: platform rule check {file}", name=name, file=file)
 
 
 @module.command("check")
@@ -250,12 +265,12 @@ def task_check(
 
 
 @task.command("new")
-def task_new(name: str, folder: Folder = Path("plugins")) -> None:
+def task_new(name: str, folder: Folder = Path("plugins"), as_json: AsJson = False) -> None:
     """Write a task file that passes its checks, to start from."""
     from deltalab.authoring.files.scaffold import new_task
 
     file = new_task(name, folder)
-    print(f"{file}: change it, then: platform task check {file}")
+    print_result(as_json, f"{file}: change it, then: platform task check {file}", name=name, file=file)
 
 
 def _plugin_names(name: str, kind: type) -> list[str]:

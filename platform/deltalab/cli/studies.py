@@ -1,4 +1,4 @@
-"""The commands `platform study list, diff, tag, note, hide, unhide, delete and restore`, about studies of a ledger."""
+"""The commands of `platform study` about a ledger's studies: list, diff, trace, tag, note, hide, delete, restore."""
 
 import json
 import sys
@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deltalab.cli.options import AsJson, Db, Profile, StudyName, find_study, print_rows
+from deltalab import progress
+from deltalab.cli.options import AsJson, Db, Profile, StudyName, find_study, print_result, print_rows
 from deltalab.errors import InputError, unknown
 
 if TYPE_CHECKING:
+    from deltalab.store.records import TrialRow
     from deltalab.store.studies.shelf import ListedStudy
     from deltalab.study.reports.study_diff import SettingDiff, StudyDiff
 
@@ -75,7 +77,7 @@ def listing(
     _print(table_rows, as_json)
     left_out = sum(row.hidden for row in rows) if not (every or as_json) else 0
     if left_out:
-        print(f"{left_out} hidden: --all lists them, too", file=sys.stderr)
+        progress.note(f"{left_out} hidden: --all lists them, too")
 
 
 def _row(row: "ListedStudy", arms: list[str], trials: int, best: str) -> dict[str, Any]:
@@ -161,12 +163,90 @@ def _print_changes(title: str, left: str, right: str, rows: "list[SettingDiff]")
     console.print(table)
 
 
+def trace(
+    study_name: StudyName,
+    trial: Annotated[
+        str | None, typer.Argument(metavar="[KEY]", help="The beginning of a trial's key; without it, all are listed.")
+    ] = None,
+    points: Annotated[int, typer.Option("--points", min=1, help="Points of a curve.")] = 50,
+    db: Db = None,
+    profile: Profile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List a study's trials with their keys; or show one: what it trained, seeds, curves, and why it failed."""
+    from deltalab.store import Store
+    from deltalab.store.studies.trials import curves_of, find_trial
+
+    with Store.open(db, create=False) as store:
+        study = find_study(store, study_name, profile)
+        if trial is None:
+            _print([_trial_row(row) for row in store.trials(study.id)], as_json)
+            return
+        details = find_trial(store, trial)
+        held = [holder for holder in details.holders if holder.study_id == study.id]
+        if not held:
+            raise InputError(f"trial '{trial}' is no trial of this study", where=study.address, key=trial)
+        points_of = curves_of(store, details.trial.id, max_points=points)
+    curves: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for point in points_of:
+        by_seed = curves.setdefault(f"{point.split}/{point.metric}", {})
+        by_seed.setdefault(point.seed, []).append((point.step, point.value))
+    row = details.trial
+    traced: dict[str, Any] = {
+        "key": row.key,
+        "task": row.task,
+        "stage": row.stage,
+        "state": row.state,
+        "arms": {holder.arm: holder.values for holder in held},
+        "rule": details.rule.name,
+        "seconds": row.seconds,
+        "parameters": row.parameters,
+        "seeds": [
+            {
+                "seed": seed.seed,
+                "state": seed.state,
+                "diverged_at": seed.diverged_at,
+                "last": {f"{split}/{metric}": value for (split, metric), (_, value) in seed.finals.items()},
+            }
+            for seed in details.seeds
+        ],
+        "error": row.error,
+        "config": row.config,
+    }
+    if as_json:
+        print(json.dumps({**traced, "curves": curves}, default=str))
+        return
+    for key, value in traced.items():
+        if key == "seeds":
+            for seed in value:
+                last = ", ".join(f"{name} {figure:.4g}" for name, figure in seed["last"].items())
+                print(f"seed {seed['seed']}: {seed['state']}: {last}")
+        elif value not in (None, {}):
+            print(f"{key}: {json.dumps(value, default=str) if isinstance(value, dict) else value}")
+
+
+def _trial_row(row: "TrialRow") -> dict[str, Any]:
+    """Returns a trial as a row of the list. Its error is the last line of its traceback."""
+    return {
+        "key": row.key,
+        "arm": row.arm,
+        "task": row.task,
+        "stage": row.stage,
+        "state": row.state,
+        "seeds": len(row.runs),
+        "diverged": [str(seed) for seed, state in row.runs.items() if state == "diverged"],
+        "values": row.values,
+        "error": (row.error or "").strip().rpartition("\n")[2] or None,
+    }
+
+
 def tag(
     study_name: StudyName,
     tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="Tags to add.")] = None,
     remove: Annotated[list[str] | None, typer.Option("--remove", help="A tag to take away.")] = None,
     db: Db = None,
     profile: Profile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Add tags to a study, or take them away, and print those that it has."""
     from deltalab.store import Store
@@ -181,7 +261,8 @@ def tag(
         if tags or remove:
             shelf.tag(store, study.id, new_tags)
             new_tags = store.study(study.id).tags
-    print(f"{study.address}: {', '.join(new_tags) or 'no tags'}")
+    text = f"{study.address}: {', '.join(new_tags) or 'no tags'}"
+    print_result(as_json, text, id=study.id, study=study.address, tags=list(new_tags))
 
 
 def note(
@@ -189,6 +270,7 @@ def note(
     text: Annotated[str | None, typer.Argument(help="The notes, in place of those before; '' for none.")] = None,
     db: Db = None,
     profile: Profile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write notes about a study, or print them."""
     from deltalab.store import Store
@@ -198,20 +280,21 @@ def note(
         study = find_study(store, study_name, profile)
         if text is not None:
             shelf.note(store, study.id, text)
-    print(f"{study.address}: {(study.notes if text is None else text.strip()) or 'no notes'}")
+    notes = (study.notes if text is None else text.strip()) or None
+    print_result(as_json, f"{study.address}: {notes or 'no notes'}", id=study.id, study=study.address, notes=notes)
 
 
-def hide(study_names: StudyNames, db: Db = None) -> None:
+def hide(study_names: StudyNames, db: Db = None, as_json: AsJson = False) -> None:
     """Leave studies out of lists; `unhide` shows them again."""
-    _hide(study_names, db, hidden=True)
+    _hide(study_names, db, as_json, hidden=True)
 
 
-def unhide(study_names: StudyNames, db: Db = None) -> None:
+def unhide(study_names: StudyNames, db: Db = None, as_json: AsJson = False) -> None:
     """Show hidden studies in lists again."""
-    _hide(study_names, db, hidden=False)
+    _hide(study_names, db, as_json, hidden=False)
 
 
-def _hide(study_names: list[str], db: str | None, *, hidden: bool) -> None:
+def _hide(study_names: list[str], db: str | None, as_json: bool, *, hidden: bool) -> None:
     """Hides studies, or shows them again."""
     from deltalab.store import Store
     from deltalab.store.studies import shelf
@@ -219,13 +302,15 @@ def _hide(study_names: list[str], db: str | None, *, hidden: bool) -> None:
     with Store.open(db, create=False) as store:
         for study in [find_study(store, name, None) for name in study_names]:
             shelf.hide(store, study.id, hidden)
-            print(f"{study.address} (id {study.id}): {'hidden' if hidden else 'shown'}")
+            text = f"{study.address} (id {study.id}): {'hidden' if hidden else 'shown'}"
+            print_result(as_json, text, id=study.id, study=study.address, hidden=hidden)
 
 
 def delete(
     study_names: StudyNames,
     db: Db = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete studies, after a question. `restore` brings them back until `platform db vacuum` removes them for good."""
     from deltalab.store import Store
@@ -237,16 +322,18 @@ def delete(
             if not yes:
                 if not sys.stdin.isatty():
                     raise InputError(f"{description}: nobody is there to confirm; give --yes")
-                if not typer.confirm(f"{description}. Delete it?"):
-                    print("kept")
+                if not typer.confirm(f"{description}. Delete it?", err=as_json):
+                    print_result(as_json, "kept", id=study.id, study=study.address, deleted=False)
                     continue
             shelf.delete(store, study.id)
-            print(f"{description}: deleted; `platform study restore {study.id}` brings it back")
+            text = f"{description}: deleted; `platform study restore {study.id}` brings it back"
+            print_result(as_json, text, id=study.id, study=study.address, deleted=True)
 
 
 def restore(
     study_name: Annotated[str, typer.Argument(metavar="STUDY", help="A deleted study's NAME, NAME:PROFILE or id.")],
     db: Db = None,
+    as_json: AsJson = False,
 ) -> None:
     """Bring a deleted study back."""
     from deltalab.store import Store
@@ -254,12 +341,14 @@ def restore(
 
     with Store.open(db, create=False) as store:
         restored = shelf.restore(store, study_name)
-    print(f"{restored.address} (id {restored.id}): restored")
+    text = f"{restored.address} (id {restored.id}): restored"
+    print_result(as_json, text, id=restored.id, study=restored.address, deleted=False)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "list": listing,
     "diff": diff,
+    "trace": trace,
     "tag": tag,
     "note": note,
     "hide": hide,
@@ -272,7 +361,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
 def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     """Prints JSON, or a table without the columns that are empty in all rows."""
     if not as_json:
-        filled = [key for key in (rows[0] if rows else ()) if any(row[key] not in (None, [], False) for row in rows)]
+        filled = [
+            key for key in (rows[0] if rows else ()) if any(row[key] not in (None, [], {}, False) for row in rows)
+        ]
         rows = [{key: _cell(row[key], key) for key in filled} for row in rows]
     print_rows(rows, as_json)
 
@@ -283,6 +374,8 @@ def _cell(value: Any, key: str) -> str:
         return datetime.fromisoformat(value).strftime("%Y-%m-%d %H:%M UTC")
     if isinstance(value, list):
         return ", ".join(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={given}" for name, given in value.items())
     if isinstance(value, bool):
         return "yes" if value else ""
     return "" if value is None else str(value)

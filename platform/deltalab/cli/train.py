@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from deltalab.cli.options import Db
+from deltalab import progress
+from deltalab.cli.options import AsJson, Db, Progress, print_result
 from deltalab.errors import InputError
 
 
@@ -41,6 +42,8 @@ def train(
         typer.Option("--trial", help="Print the first 200 losses of the trial that DIR comes from, trained again."),
     ] = False,
     db: Db = None,
+    as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Train an exported folder on packed data, by torchtitan or transformers' Trainer.
 
@@ -49,6 +52,9 @@ def train(
     if trial:
         from deltalab.export import rebuild
 
+        if as_json:
+            print_result(as_json, "", folder=folder, losses=list(rebuild(folder)))
+            return
         for step, loss in enumerate(rebuild(folder), start=1):
             print(f"{step} {loss!r}")
         return
@@ -67,11 +73,17 @@ def train(
         steps=steps,
         given=settings or [],
     )
-    status = start(launch, say=_print_line, record=None if node_rank else _recorder(db))
+    say = progress.advance if as_json or progress.is_json() else _print_line
+    log = launch.run / "log.txt"
+    status = start(launch, say=say, record=None if node_rank else _recorder(db))
     if status:
-        _print_line(f"{last_error(launch.run)}  (the whole output is in {launch.run / 'log.txt'})")
+        error = last_error(launch.run)
+        print_result(
+            as_json, f"{error}  (the whole output is in {log})", run=launch.run, state="failed", error=error, log=log
+        )
         raise typer.Exit(1)
-    print(f"{launch.run}: trained; platform export {launch.run} FOLDER makes a model of its newest checkpoint")
+    text = f"{launch.run}: trained; platform export {launch.run} FOLDER makes a model of its newest checkpoint"
+    print_result(as_json, text, run=launch.run, state="done", log=log)
 
 
 def _print_line(line: str) -> None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from deltalab.errors import InputError, one_line
+from deltalab.errors import InputError, NotInstalled, one_line
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET = ".parquet"
@@ -172,7 +172,7 @@ def _of_parquet(file: Path, size: int, column: str) -> Iterator[tuple[bytes, int
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise InputError(f"{file}: needs pyarrow: pip install 'deltalab[data]'") from None
+        raise NotInstalled("needs pyarrow", "'deltalab[data]'", where=str(file)) from None
     try:
         table = parquet.ParquetFile(file)
         if column not in table.schema_arrow.names:
@@ -231,10 +231,8 @@ def _parts(name: str) -> tuple[str, str | None, str | None]:
 
 def _require_datasets(name: str) -> None:
     if find_spec("datasets") is None:
-        raise InputError(
-            f"{name}: is no file or folder, and a data set of the Hub needs the package datasets: "
-            "pip install 'deltalab[data]'"
-        )
+        problem = "is no file or folder, and a data set of the Hub needs the package datasets"
+        raise NotInstalled(problem, "'deltalab[data]'", where=name)
 
 
 def _reason(error: Exception) -> str:

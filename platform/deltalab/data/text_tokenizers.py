@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, NotInstalled
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -142,7 +142,7 @@ def _library() -> Any:
         import tokenizers.decoders
         import tokenizers.models
     except ImportError:
-        raise InputError("a tokenizer needs the package tokenizers: pip install 'deltalab[hf]'") from None
+        raise NotInstalled("a tokenizer needs the package tokenizers", "'deltalab[hf]'") from None
     return tokenizers
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from deltalab.data.sources import Reading, find
-from deltalab.errors import InputError
+from deltalab.errors import InputError, NotInstalled
 
 END = "<eos>"
 """The token that ends a document, of id 0."""
@@ -33,7 +33,7 @@ def train_tokenizer(names: list[str], out: Path, *, vocab_size: int, reading: Re
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise InputError("a tokenizer needs the package tokenizers: pip install 'deltalab[hf]'") from None
+        raise NotInstalled("a tokenizer needs the package tokenizers", "'deltalab[hf]'") from None
     if vocab_size < 257:
         raise InputError(f"--vocab {vocab_size}: a byte-level vocabulary has at least 257 ids, the bytes and {END}")
     if out.exists():

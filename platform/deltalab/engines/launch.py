@@ -31,7 +31,7 @@ from deltalab.engines.deltalab_train import launcher
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
 from deltalab.engines.stopping import end, signals_raise
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
-from deltalab.errors import InputError, unknown
+from deltalab.errors import InputError, NotInstalled, unknown
 from deltalab.export.recipe import (
     RECIPE_FILE,
     all_settings,
@@ -62,6 +62,8 @@ KILLED = ("(SIGKILL)", "(SIGTERM)", "(SIGHUP)", "SignalException")
 
 class Transient(InputError):
     """A training cannot go on now, and can later with the same settings: a disk is full, or another process trains."""
+
+    kind = "transient"
 
 
 @dataclass(frozen=True)
@@ -383,7 +385,7 @@ def version_of(engine: str) -> str:
     """Returns the version of the engine. Raises `InputError` if the engine is not installed or does not fit torch."""
     for name in ENGINES[engine]:
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"engine {engine} is not installed: pip install 'deltalab[train]'")
+            raise NotInstalled(f"engine {engine} is not installed", "'deltalab[train]'")
     version = importlib.metadata.version(ENGINES[engine][0])
     if engine == "torchtitan" and not version.startswith("0.2."):
         torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

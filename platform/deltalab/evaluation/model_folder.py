@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, NotInstalled
 from deltalab.evaluation.results import fingerprint
 from deltalab.export.folders import from_folder
 from deltalab.export.recipe import RECIPE_FILE, read_recipe
@@ -72,7 +72,7 @@ class ModelFolder:
         try:
             from transformers import AutoModelForCausalLM
         except ImportError:
-            raise InputError("evaluation needs transformers: pip install 'deltalab[hf]'") from None
+            raise NotInstalled("evaluation needs transformers", "'deltalab[hf]'") from None
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         try:
             model = AutoModelForCausalLM.from_pretrained(self.path, trust_remote_code=self.trusted, dtype=dtype)
@@ -266,7 +266,7 @@ def _on_hub(name: str, trusted: bool) -> None:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise InputError("evaluation needs transformers: pip install 'deltalab[hf]'") from None
+        raise NotInstalled("evaluation needs transformers", "'deltalab[hf]'") from None
     try:
         AutoConfig.from_pretrained(name, trust_remote_code=trusted)
     except (OSError, ValueError) as error:

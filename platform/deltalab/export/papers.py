@@ -109,11 +109,16 @@ def find_recipe(name: str) -> PaperRecipe:
     )
 
 
+def recipes_rows() -> list[dict[str, str]]:
+    """Returns all recipes, a row for each of their scales: heading -> text. A * marks what the paper does not say."""
+    recipes = [find_recipe(name) for name in recipe_names()]
+    return [dict(zip(HEADINGS, _row(recipe, name), strict=True)) for recipe in recipes for name in recipe.scales]
+
+
 def recipes_table() -> list[str]:
     """Returns the lines of a table of all recipes, a line for each of their scales, and the papers below it."""
     recipes = [find_recipe(name) for name in recipe_names()]
-    rows: list[tuple[str, ...]] = [HEADINGS]
-    rows += [_row(recipe, name) for recipe in recipes for name in recipe.scales]
+    rows: list[tuple[str, ...]] = [HEADINGS, *(tuple(row.values()) for row in recipes_rows())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [*lines, "", "* ours: the paper does not say", *(f"{recipe.name}: {recipe.paper}" for recipe in recipes)]

@@ -14,7 +14,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from deltalab.errors import InputError, unknown
+from deltalab.errors import InputError, NotInstalled, unknown
 from deltalab.store.models import Base
 from deltalab.store.outage import Outage
 
@@ -123,7 +123,7 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
             json_serializer=partial(json.dumps, allow_nan=False),  # NaN is not JSON, and PostgreSQL refuses it
         )
     except ModuleNotFoundError:
-        raise InputError(f"{display_url(url)}: needs psycopg; pip install 'deltalab[postgres]'") from None
+        raise NotInstalled("needs psycopg", "'deltalab[postgres]'", where=display_url(url)) from None
 
     def on_connect(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
         cursor = connection.cursor()

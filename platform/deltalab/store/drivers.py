@@ -39,13 +39,17 @@ class Busy(InputError):
         driver: The other driver.
     """
 
+    kind = "busy"
+
     def __init__(self, study: str, driver: Driver) -> None:
-        super().__init__(f"study '{study}' is running already, {driver.where}; --join takes part in it")
+        super().__init__(f"study '{study}' is running already, {driver.where}; --join takes part in it", key=study)
         self.driver = driver
 
 
 class TakenOver(InputError):
     """This driver no longer holds its study."""
+
+    kind = "taken_over"
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,12 +1,12 @@
 """Waits while a database cannot be used: its server restarts, its disk is full, or another process holds a lock."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from deltalab import progress
 from deltalab.errors import InputError
 
 PATIENCE_SECONDS = 300.0
@@ -15,6 +15,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 
 class Outage(InputError):
     """The database cannot be used now, and may be later."""
+
+    kind = "outage"
 
 
 class Patience:
@@ -38,7 +40,7 @@ class Patience:
         with self._lock:
             self._waiting += 1
             if self._waiting == 1 and self.seconds and not self.gave_up:
-                _print_line(f"{outage}; waiting for the database, up to {_duration(self.seconds)}")
+                progress.note(f"{outage}; waiting for the database, up to {_duration(self.seconds)}")
 
     def ended(self, after: float | None) -> None:
         """Counts an operation that has stopped waiting.
@@ -49,7 +51,7 @@ class Patience:
         with self._lock:
             self._waiting -= 1
             if after is not None and not self._waiting:
-                _print_line(f"the database is back after {after:.0f} s")
+                progress.note(f"the database is back after {after:.0f} s")
 
 
 class Patient(Protocol):
@@ -116,8 +118,3 @@ def _duration(seconds: float) -> str:
     ('5 min', '0.5 s')
     """
     return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
-
-
-def _print_line(message: str) -> None:
-    """Prints a message on stderr as one line."""
-    print(" ".join(message.split()), file=sys.stderr, flush=True)

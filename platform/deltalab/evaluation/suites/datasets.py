@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, NotInstalled
 
 
 def copy_of(name: str, files: Path | None) -> Path | None:
@@ -39,7 +39,7 @@ def rows(name: str, split: str, files: Path | None) -> Iterator[Mapping[str, Any
     try:
         import datasets
     except ImportError:
-        raise InputError("suites need the package datasets: pip install 'deltalab[eval]'") from None
+        raise NotInstalled("suites need the package datasets", "'deltalab[eval]'") from None
     folder = copy_of(name, files)
     try:
         yield from datasets.load_dataset(str(folder or name), split=split)

@@ -1,11 +1,11 @@
 """Continues prompts by greedy decoding."""
 
-import sys
 import time
 from collections.abc import Sequence
 
 import torch
 
+from deltalab import progress
 from deltalab.evaluation.model_folder import ModelFolder
 
 TOKENS_AT_ONCE = 2**16
@@ -30,7 +30,7 @@ class Progress:
         """Says the number, if the last line is `EVERY_SECONDS` old."""
         if time.monotonic() - self._said > EVERY_SECONDS:
             self._said = time.monotonic()
-            print(f"{self.label}: {done:,} of {self.total:,}", file=sys.stderr)
+            progress.advance(f"{self.label}: {done:,} of {self.total:,}", done=done, total=self.total)
 
 
 def continuations(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltalab.errors import InputError, unknown
+from deltalab.errors import InputError, NotInstalled, unknown
 from deltalab.export.fla.attention_forms import FORGETTING, LATENT, TRANSFORMER, attention, from_attention
 from deltalab.export.fla.channel_forms import KDA, PRECONDITIONED_KDA
 from deltalab.export.fla.delta_forms import (
@@ -346,7 +346,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError:
-        raise InputError("import from fla needs safetensors: pip install 'deltalab[hf]'") from None
+        raise NotInstalled("import from fla needs safetensors", "'deltalab[hf]'") from None
     index = folder / "model.safetensors.index.json"
     files = (
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]

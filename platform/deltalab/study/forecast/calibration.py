@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
+from deltalab import progress
 from deltalab.errors import InputError
 from deltalab.statistics.intervals import share_interval
 from deltalab.statistics.joint_test import ALPHA, Look, smallest_p
@@ -28,6 +29,9 @@ from deltalab.study.running.run import RunSettings, run_study
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 
 Array = NDArray[np.float64]
+
+TOLD = 100
+"""Simulated studies between two lines of progress for programs."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +230,11 @@ def _calibrated(
     calibrations = []
     for tasks in recorded.families(list(pools)):
         wrong = held = 0
-        hidden = quiet or not console.is_terminal
-        for _ in track(range(repeats), f"A/A studies, {', '.join(tasks)}", console=console, disable=hidden):
+        hidden = quiet or progress.is_json() or not console.is_terminal
+        what = f"A/A studies, {', '.join(tasks)}"
+        for number in track(range(repeats), what, console=console, disable=hidden):
+            if progress.is_json() and not quiet and number % TOLD == 0:
+                progress.advance(f"{what}: {number} of {repeats}", done=number, total=repeats)
             tables = []
             for task in tasks:
                 pool = pools[task]

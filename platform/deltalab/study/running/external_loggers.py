@@ -21,7 +21,8 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from deltalab.errors import InputError, one_line
+from deltalab import progress
+from deltalab.errors import InputError, NotInstalled, one_line
 from deltalab.loggers import BUILTIN, LoggedRun, LoggedStudy, require_known
 from deltalab.store import Store
 from deltalab.store.database import without_password
@@ -85,7 +86,7 @@ class _Target:
             late.cancel()
         if missing := answer.get("missing"):
             package = f"deltalab[{self.name}]" if self.name in BUILTIN else missing.partition(".")[0]
-            raise InputError(f"--log-to {self.name}: needs the package {missing}: pip install '{package}'")
+            raise NotInstalled(f"needs the package {missing}", f"'{package}'", where=f"--log-to {self.name}")
         if error := answer.get("error"):
             raise InputError(f"--log-to {self.name}: cannot be loaded: {_safe(error)}")
 
@@ -238,7 +239,7 @@ class LogTo:
             self._ended.wait(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
         if begun["where"] and not self._quiet:
-            print(f"--log-to {target.name}: {_safe(begun['where'])}", file=sys.stderr, flush=True)
+            progress.note(f"--log-to {target.name}: {_safe(begun['where'])}")
         target.had = set(begun["seen"])
         counted, pause = -1, POLL_SECONDS
         while True:

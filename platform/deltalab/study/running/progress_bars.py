@@ -11,6 +11,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
+from deltalab import progress
 from deltalab.store.studies.driver_status import duration
 from deltalab.study.running.activity import DriverActivity
 from deltalab.study.running.schedule import StackSource, stack_label
@@ -55,7 +56,7 @@ class ProgressBars:
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
             _Eta(self.eta),
             console=self.console,
-            disable=quiet or not self.console.is_terminal,
+            disable=quiet or progress.is_json() or not self.console.is_terminal,
             expand=True,
         )
         self._all = self._bars.add_task(schedule.plan.spec.name, total=schedule.total)
@@ -115,11 +116,12 @@ class ProgressBars:
     def _say(self, *news: str, eta: bool = True) -> None:
         """Prints a line if no bars are drawn: how many trials have ended, the time, when the study ends, the news."""
         self._said = time.monotonic()
-        if not self.quiet and not self.console.is_terminal:
-            done, total = self.schedule.completed, self.schedule.total
+        if not self.quiet and (progress.is_json() or not self.console.is_terminal):
+            done, total, seconds = self.schedule.completed, self.schedule.total, self._said - self._began
+            left = self.eta() if eta and done < total else None
             end = f"ETA {duration(self.eta())}" if eta and done < total else ""
-            line = "  ".join(filter(None, [f"[{done}/{total}] {self._said - self._began:.0f} s", end, *news]))
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            line = "  ".join(filter(None, [f"[{done}/{total}] {seconds:.0f} s", end, *news]))
+            progress.advance(line, done=done, total=total, seconds=round(seconds, 1), eta=left)
 
     def _show(self) -> None:
         """Draws the study's bar anew."""

@@ -67,7 +67,7 @@ class Match(Strict):
             return raw
         for entry in raw:
             if entry not in get_args(Quantity):
-                raise ValueError(str(unknown("quantity", entry, get_args(Quantity))))
+                raise unknown("quantity", entry, get_args(Quantity))
             if raw.count(entry) > 1:
                 raise ValueError(f"'{entry}' is given twice")
         return dict.fromkeys(raw, True)
@@ -231,7 +231,7 @@ class Fidelity(BaseModel):
     def _is_known(cls, raw: Any) -> Any:
         for path in raw if isinstance(raw, dict) else ():
             if path not in ("keep", *cls.paths):
-                raise ValueError(str(unknown("key", str(path), ["keep", *cls.paths])))
+                raise unknown("key", str(path), ["keep", *cls.paths])
         return raw
 
     @model_validator(mode="after")
@@ -350,7 +350,7 @@ class Searching(Space):
     @classmethod
     def _is_known(cls, raw: Any) -> Any:
         if raw not in get_args(Sampler):
-            raise ValueError(str(unknown("sampler", raw, get_args(Sampler))))
+            raise unknown("sampler", raw, get_args(Sampler))
         return raw
 
     @field_validator("objectives")

@@ -52,7 +52,7 @@ class Engine(Strict):
     @classmethod
     def _is_recipe(cls, raw: str | None) -> str | None:
         if raw is not None and raw not in recipe_names():
-            raise ValueError(str(unknown("recipe", raw, recipe_names())))
+            raise unknown("recipe", raw, recipe_names())
         return raw
 
     @field_validator("settings")

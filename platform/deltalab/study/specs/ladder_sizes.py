@@ -77,7 +77,7 @@ class Ladder(BaseModel):
         for path in raw if isinstance(raw, dict) else ():
             of_task = str(path).startswith("task.") and path != "task.task"
             if path not in (*cls.model_fields, *SIZES) and not of_task:
-                raise ValueError(str(unknown("size", str(path), [*SIZES, "task.length", *cls.model_fields])))
+                raise unknown("size", str(path), [*SIZES, "task.length", *cls.model_fields])
         return raw
 
     @model_validator(mode="after")

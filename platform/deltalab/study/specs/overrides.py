@@ -120,7 +120,7 @@ def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
     elif isinstance(here, list):
         raise InputError(f"{key}: an entry of a list cannot be taken away: give the whole list")
     elif at not in here:
-        raise InputError(f"{key}=: takes away what is not there: {unknown('key', at, here)}")
+        raise unknown("key", at, here, where=f"{key}=: takes away what is not there")
     else:
         del here[at]
 

@@ -323,7 +323,7 @@ class Space(BaseModel):
             if key not in cls.model_fields and "." not in str(key) and key not in cls.sections:
                 if key == "seeds":
                     raise ValueError("leave out seeds: every seed of the study trains every candidate")
-                raise ValueError(str(unknown("key", key, [*cls.model_fields, "paths such as train.lr"])))
+                raise unknown("key", key, [*cls.model_fields, "paths such as train.lr"])
         return raw
 
     @model_validator(mode="after")
@@ -364,9 +364,7 @@ def _check_condition(
 ) -> None:
     """Raises `ValueError` if a condition names a setting or a value that is not searched."""
     if parent not in searched:
-        raise ValueError(
-            f"{where}: {unknown('searched setting', parent, [other for other in searched if other != path])}"
-        )
+        raise unknown("searched setting", parent, [other for other in searched if other != path], where=where)
     above = searched[parent]
     if above.choice is None and above.integers is None:
         raise ValueError(f"{where}: {parent} is no choice: a condition needs one, or integers")
@@ -374,7 +372,7 @@ def _check_condition(
     for value in values:
         if not any(_meets(parent, other, value) for other in taken):
             allowed = dict.fromkeys(_text(parent, other) for other in above.choice or [above.said])
-            raise ValueError(f"{where}.{parent}: {unknown('value', _text(parent, value), allowed)}")
+            raise unknown("value", _text(parent, value), allowed, where=f"{where}.{parent}")
 
 
 def _text(path: str, value: object) -> str:

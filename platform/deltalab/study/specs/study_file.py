@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from deltalab.authoring.files import study_folder
 from deltalab.errors import InputError, unknown
@@ -425,7 +426,7 @@ def _validated(raw: Mapping[str, Any], *, where: str) -> StudySpec:
     try:
         return StudySpec.model_validate(raw)
     except ValidationError as error:
-        raise InputError(f"{where}: {_first_line(error)}") from None
+        raise _first_error(error, where) from _quoted(error)
 
 
 _SAYS = {
@@ -452,24 +453,34 @@ _KINDS: dict[str, type[BaseModel]] = {
 }
 
 
-def _first_line(error: ValidationError) -> str:
-    """Says in one line what is wrong: a misspelled key if there is one, else the first error."""
+def _first(error: ValidationError) -> ErrorDetails:
+    """Returns the error to report: a misspelled key, which is also a missing key, if there is one, else the first."""
     errors = error.errors()
-    # A misspelled key is also a missing key: report the misspelling.
-    first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
+    return next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
+
+
+def _quoted(error: ValidationError) -> InputError | None:
+    """Returns the error that a validator raised; None if pydantic itself found the input wrong."""
+    raised = _first(error).get("ctx", {}).get("error")
+    return raised if isinstance(raised, InputError) else None
+
+
+def _first_error(error: ValidationError, where: str = "") -> InputError:
+    """Returns what is wrong in a mapping at the place `where`."""
+    first = _first(error)
     parts = [str(part) for part in first["loc"] if part not in _NO_KEY]
     key = " ".join(".".join(parts).split())
     if first["type"] == "extra_forbidden":
         kind = _kind(parts)
         names = [*kind.model_fields, *{StudySpec: ["profiles"], Seeds: ["after", "arms", "base"]}.get(kind, [])]
-        return str(unknown("key", parts[-1], names, where=".".join(parts[:-1])))
+        return unknown("key", parts[-1], names, where=": ".join(filter(None, [where, ".".join(parts[:-1])])))
     if first["type"] == "value_error":
-        return f"{key}{_below(first['msg'])}".removeprefix(": ")
+        return InputError(f"{key}{_below(first['msg'])}".removeprefix(": "), where=where)
     says = _SAYS.get(first["type"], first["msg"].replace("Input should", "must").replace("String should", "must"))
     if key.endswith(".rule") and first["type"] == "string_type":
         says = "must be a rule's name or a mapping"
     raw = "" if first["type"] == "missing" else f", not {first['input']!r:.80}"
-    return f"{key} {says}{raw}"
+    return InputError(f"{key} {says}{raw}", where=where, key=key)
 
 
 def _below(message: str) -> str:
