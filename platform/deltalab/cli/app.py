@@ -19,6 +19,7 @@ from deltalab.cli.db import db
 from deltalab.cli.doctor import doctor
 from deltalab.cli.eval import evaluate
 from deltalab.cli.export import export
+from deltalab.cli.mcp import mcp
 from deltalab.cli.options import (
     AsJson,
     Db,
@@ -32,7 +33,7 @@ from deltalab.cli.options import (
     find_study,
     latest_study,
     print_result,
-    wants_json,
+    wants_json_errors,
 )
 from deltalab.cli.plugins import model, module, rule, task
 from deltalab.cli.train import train
@@ -200,6 +201,7 @@ def study_report(
     against: Annotated[
         str | None, typer.Option("--against", metavar="ARM", help="Compare with this arm in place of the base.")
     ] = None,
+    progress_form: Progress = "text",
 ) -> None:
     """Compare a study's arms with its base, or with another arm."""
     from deltalab.store import Store
@@ -385,6 +387,7 @@ def dashboard(
 app.command()(export)
 app.command()(train)
 app.command()(doctor)
+app.command()(mcp)
 app.command("eval")(evaluate)
 
 
@@ -423,12 +426,12 @@ def _run() -> int:
     except Exception as error:
         # Typer has its own copy of click. Its exceptions are recognized without importing its internals.
         if not hasattr(error, "format_message"):
-            if wants_json():
+            if wants_json_errors():
                 traceback.print_exc()
                 _print_error(InputError(f"{type(error).__name__}: {error}", kind="internal"))
                 return 1
             raise
-        if type(error).__name__ == "NoArgsIsHelpError" and not wants_json():
+        if type(error).__name__ == "NoArgsIsHelpError" and not wants_json_errors():
             print(error.format_message(), file=sys.stderr)
             return 2
         return _report(_of_usage(error))
@@ -437,7 +440,7 @@ def _run() -> int:
             progress.note(f"warning: left out: {line}")
     if code in INTERRUPTED:
         going_on = InputError("interrupted: the same command goes on from here", kind="interrupted")
-        if wants_json():
+        if wants_json_errors():
             _print_error(going_on)
         else:
             print(going_on, file=sys.stderr)
@@ -458,7 +461,7 @@ def _of_usage(error: Any) -> InputError:
 
 def _report(error: InputError) -> int:
     """Prints an error, and returns the exit code for wrong input."""
-    if wants_json():
+    if wants_json_errors():
         _print_error(error)
     else:
         for line in error.lines if isinstance(error, WrongRules) else [str(error)]:

@@ -27,6 +27,7 @@ EXTRAS = {
     "eval": ("lm-eval", "transformers", "datasets"),
     "data": ("tokenizers", "pyarrow", "datasets"),
     "postgres": ("psycopg",),
+    "mcp": ("mcp",),
 }
 """The packages that each extra of deltalab brings."""
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -104,9 +105,20 @@ def latest_study(store: Any) -> str:
 
 
 def wants_json() -> bool:
-    """Returns whether the user's words ask for JSON, also if the words are wrong."""
+    """Returns whether the user's words ask for a result in JSON, also if the words are wrong."""
+    return "--json" in _options()
+
+
+def wants_json_errors() -> bool:
+    """Returns whether the user's words ask for errors in JSON: by `--json`, or by `--progress json`."""
+    words = _options()
+    return wants_json() or "--progress=json" in words or ("--progress", "json") in pairwise(words)
+
+
+def _options() -> list[str]:
+    """Returns the user's words up to two dashes, after which no word is an option."""
     words = sys.argv[1:]
-    return "--json" in (words[: words.index("--")] if "--" in words else words)
+    return words[: words.index("--")] if "--" in words else words
 
 
 def print_result(as_json: bool, text: str, **fields: Any) -> None:
