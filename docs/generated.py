@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 COPIED = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
+    "agents.md": "AGENTS.md",
     "changelog.md": "CHANGELOG.md",
     "reference/rules.md": "plugins/RULES.md",
 }
@@ -32,6 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {to: copied(source, to) for to, source in COPIED.items()}
     pages["reference/cli.md"] = command_line()
     pages["reference/schema.md"] = study_schema()
+    pages["llms.txt"] = re.sub(r"\(([\w/-]+)\.md\)", r"(\1/)", (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8"))
     for name, text in pages.items():
         if (note := files.get_file_from_path(name)) is not None:
             files.remove(note)

@@ -334,7 +334,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
         "comba --against flash_ql",
         ("unknown peer 'flash_ql'; did you mean 'flash_qla'?", "allowed: fla, flash_qla, sdpa"),
     ),
-    ("comba --against fla", ("--against fla: not installed; pip install flash-linear-attention",)),
+    ("comba --against fla", ("--against fla: not installed: pip install flash-linear-attention",)),
     ("comba --out file", ("file", "exists")),
 ]
 

@@ -60,7 +60,7 @@ class Process:
 
     @property
     def state(self) -> State:
-        """How the process stands, by its exit code: docs/how-to/programs.md explains the codes."""
+        """How the process stands, by its exit code: docs/reference/programs.md explains the codes."""
         code = self.child.poll()
         if code is None:
             return "running"
