@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ RESULTS = {
 
 LONGER = {
     "study run", "study restore", "study export-optuna", "rule check", "rule bench", "rule from-search", "module check",
-    "task check", "data show", "export", "train", "eval", "doctor", "dashboard",
+    "task check", "data show", "export", "train", "eval", "doctor", "dashboard", "mcp",
 }  # fmt: skip
 """Commands whose results other tests read, here or in test_commands.py."""
 
@@ -113,6 +114,53 @@ def test_search_commands_and_a_restored_study(platform: Platform, done: Path) ->
     assert deleted == {"id": 1, "study": "tiny", "deleted": True}
     restored = json.loads(platform("study", "restore", "tiny", "--json").out)
     assert restored == {"id": 1, "study": "tiny", "deleted": False}
+
+
+def test_an_export_and_its_trial_are_told(platform: Platform, done: Path) -> None:
+    told = json.loads(platform("export", "tiny", "out", "--arm", "base", "--json").out)
+    assert (told["folder"], told["form"], told["trained"]) == ("out", "hf", True)
+    assert told["parameters"] > 0
+    losses = json.loads(platform("train", "out", "--trial", "--json").out)["losses"]
+    assert len(losses) == 4
+    scales = {row["scale"] for row in json.loads(platform("export", "--recipes", "--json").out)}
+    assert "2.7B" in scales
+    suites = json.loads(platform("eval", "--json", "--suites").out)
+    assert "zero_shot/piqa" in [row["name"] for row in suites]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_training_tells_its_progress_on_stderr_and_its_end_on_stdout(
+    status: int, platform: Platform, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(launch: Any, *, say: Any, record: Any) -> int:
+        say("step 1/4, loss 2.0")
+        return status
+
+    monkeypatch.setattr("deltalab.engines.launch.prepare", lambda *_, **__: SimpleNamespace(run=here / "run"))
+    monkeypatch.setattr("deltalab.engines.launch.start", start)
+    monkeypatch.setattr("deltalab.engines.launch.last_error", lambda run: "out of memory")
+    said = platform("train", "out", "--data", "packed", "--json", "--progress", "json")
+    assert said.code == status
+    assert json.loads(said.err) == {"progress": {"text": "step 1/4, loss 2.0"}}
+    result = json.loads(said.out)
+    assert (result["state"], result.get("error")) == (("done", None), ("failed", "out of memory"))[status]
+    said = platform("train", "out", "--data", "packed")
+    assert said.out.startswith("step 1/4, loss 2.0\n"), "for people, on stdout"
+
+
+@pytest.mark.slow
+def test_the_dashboard_tells_its_address_and_nothing_else(done: Path) -> None:
+    command = [sys.executable, "-m", "deltalab", "dashboard", "--port", "18765", "--no-browser", "--json"]
+    with subprocess.Popen(command, cwd=done, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            assert json.loads(child.stdout.readline()) == {"address": "http://127.0.0.1:18765"}
+            while b"18765" not in child.stderr.readline():
+                assert child.poll() is None, "Streamlit says where it serves"
+        finally:
+            child.terminate()
+        assert child.stdout.read() == b""
 
 
 def error_of(said: Any) -> dict[str, Any]:

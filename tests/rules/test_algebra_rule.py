@@ -1,6 +1,7 @@
 """The rule `algebra`: every published rule of the algebra is one of its points, and its other points are sound."""
 
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -407,7 +408,10 @@ class TestFromSearch:
     @pytest.mark.slow
     def test_writes_a_rule_that_is_found_and_equal(self, db: Path, tmp_path: Path) -> None:
         file = tmp_path / "winner.py"
-        ended = self.command(db, "tiny_algebra", "--arm", "found_1", "--name", "winner", "--out", str(file))
+        words = "tiny_algebra", "--arm", "found_1", "--name", "winner", "--out"
+        ended = self.command(db, *words, str(tmp_path / "json.py"), "--json")
+        assert json.loads(ended.output) == {"name": "winner", "file": str(tmp_path / "json.py")}
+        ended = self.command(db, *words, str(file))
         assert ended.exit_code == 0, ended.output
         assert f"platform rule check {file}" in ended.output
         text = file.read_text()

@@ -1,9 +1,12 @@
 """The tools of the server: list, show, check, plan, report, compare, diff, trace, run, export, poll and cancel."""
 
 import json
+import os
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -216,10 +219,19 @@ def server(processes: Processes, *, allow: Sequence[str] = (), most_minutes: flo
 
 
 def serve(plugins: Sequence[Path], db: str | None, *, allow: Sequence[str], most_minutes: float) -> None:
-    """Serves one client on stdin and stdout until it hangs up. Then all tasks are asked to stop."""
+    """Serves one client on stdin and stdout until it hangs up or a signal comes. Then all tasks are asked to stop."""
     processes = Processes(plugins, db)
+    made = server(processes, allow=allow, most_minutes=most_minutes)
+
+    def end(number: int, _: FrameType | None) -> None:
+        # A thread of the SDK waits for the client's next line, which an orderly end of this process would wait for.
+        processes.close()
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
     try:
-        server(processes, allow=allow, most_minutes=most_minutes).run("stdio")
+        made.run("stdio")
     finally:
         processes.close()
 

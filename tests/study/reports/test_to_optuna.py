@@ -101,3 +101,6 @@ def test_the_command_says_how_to_open_it(store: Store, tmp_path: Path) -> None:
     assert f"{LOW}: 41 of 43 candidates have all scores" in ran.output
     assert f"optuna-dashboard sqlite:///{file}" in ran.output
     assert len(optuna.get_all_study_names(f"sqlite:///{file}")) == 2
+    words = ["study", "export-optuna", "s", str(tmp_path / "json.db"), "--db", str(tmp_path / "lab.db"), "--json"]
+    result = json.loads(CliRunner().invoke(app, words).output)
+    assert {"name": LOW, "complete": 41, "trials": 43} in result["searches"]
