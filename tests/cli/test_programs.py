@@ -16,6 +16,7 @@ from tests.support.command import Platform
 
 import deltalab
 from deltalab.cli.app import app
+from deltalab.errors import InputError, unknown
 
 FIELDS = {"kind", "where", "key", "allowed", "nearest", "mend", "message"}
 
@@ -179,6 +180,23 @@ def test_an_unknown_name_is_told_with_what_is_allowed(platform: Platform, here: 
     error = error_of(platform("study", "plan", "study.yaml", "--json"))
     assert (error["kind"], error["key"], error["nearest"]) == ("unknown", "stepss", "steps")
     assert error["where"].startswith("study.yaml: base")
+
+
+def test_an_override_is_told_with_the_fields_of_what_it_causes(platform: Platform, here: Path) -> None:
+    error = error_of(platform("study", "plan", "study.yaml", "train.stps=3", "--json"))
+    assert (error["kind"], error["key"], error["nearest"]) == ("unknown", "stps", "steps")
+    assert error["where"] == "study.yaml: command line: train.stps=3: base"
+
+
+def test_an_error_has_the_fields_of_another_only_if_it_quotes_it() -> None:
+    try:
+        try:
+            raise unknown("rule", "comb", ["comba"])
+        except InputError:
+            raise InputError("study.yaml: something else is wrong") from None
+    except InputError as error:
+        fields = error.fields()
+    assert (fields["kind"], fields["key"], fields["where"]) == ("input", None, "study.yaml")
 
 
 def test_a_key_that_pydantic_refuses_is_told_with_its_place(platform: Platform, here: Path) -> None:
