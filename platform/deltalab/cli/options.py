@@ -100,7 +100,7 @@ def latest_study(store: Any) -> str:
     """
     ids = [study.id for study in store.studies()]
     if not ids:
-        raise InputError("the ledger has no study yet: platform study run makes one")
+        raise InputError("the ledger has no study yet", mend="platform study run makes one")
     return str(max(ids))
 
 

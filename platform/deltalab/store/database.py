@@ -299,7 +299,7 @@ def _upgrade(connection: Connection, to: str) -> None:
 def require_file(url: URL) -> None:
     """Raises `InputError` if the URL names a file that does not exist."""
     if url.get_backend_name() == "sqlite" and "uri" not in url.query and not Path(url.database or "").exists():
-        raise InputError(f"{display_url(url)}: no such database; `platform study run` makes one")
+        raise InputError("no such database", where=display_url(url), mend="platform study run makes one")
 
 
 def require_current(engine: Engine, *, create: bool) -> None:

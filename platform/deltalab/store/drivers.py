@@ -42,7 +42,8 @@ class Busy(InputError):
     kind = "busy"
 
     def __init__(self, study: str, driver: Driver) -> None:
-        super().__init__(f"study '{study}' is running already, {driver.where}; --join takes part in it", key=study)
+        problem = f"study '{study}' is running already, {driver.where}"
+        super().__init__(problem, key=study, mend="--join takes part in it")
         self.driver = driver
 
 

@@ -122,7 +122,7 @@ def _missing(names: set[str], version: Callable[[str], str], name: str) -> str:
 
 
 REFUSED = [
-    ({"executor": "rey"}, {}, "executor must be ray or inline"),
+    ({"executor": "rey"}, {}, "--executor: unknown executor 'rey'; did you mean 'ray'"),
     ({"workers": 0}, {}, "--workers must be at least 1"),
     ({"address": "auto"}, {}, "--storage"),
     ({"executor": "inline", "workers": 2}, {}, "--executor inline"),

@@ -17,7 +17,7 @@ import torch
 from deltalab.authoring import verdict
 from deltalab.authoring.module_checks import demand_modules
 from deltalab.engines.launch import version_of
-from deltalab.errors import InputError
+from deltalab.errors import InputError, unknown
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
 from deltalab.store.database import without_password
@@ -220,7 +220,7 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
     """Raises `InputError` if the settings do not go together, or if this machine cannot run the study."""
     executor, address, workers = settings.executor, settings.address, settings.workers
     if executor not in ("ray", "inline"):
-        raise InputError(f"executor must be ray or inline, not {executor!r}")
+        raise unknown("executor", executor, ("ray", "inline"), where="--executor")
     if address is not None and settings.storage is None:
         raise InputError("--address: the cluster's machines need a shared folder: give it with --storage")
     if workers is not None and workers < 1:
