@@ -155,7 +155,8 @@ class RecordedScores:
             trained = sorted({seed for trial in trials for seed in trial.runs})
             parts = self.spec.trained_in_parts(is_base=arm.is_base)
             reached = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
-            planned = range(1, parts[min(reached, len(parts)) - 1] + 1) if trained else []
+            first = self.spec.first_seed
+            planned = range(first, first + parts[min(reached, len(parts)) - 1]) if trained else range(0)
             if self.spec.has_engine:  # seeds end in any order
                 planned = range(0)
             seeds[arm.name] = [*planned, *(seed for seed in trained if seed not in planned)]

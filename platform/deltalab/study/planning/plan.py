@@ -26,10 +26,8 @@ from deltalab.tasks import BUILTIN, Task
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import NUMERICS
 
-CONFIRM_SEEDS_FROM = 1
-"""The first seed of confirmation."""
 TUNE_SEEDS_FROM = 1_000_001
-"""The first seed of a search, far from those of confirmation, so that no seed is used by both."""
+"""The first seed of a search, beyond those of confirmation, so that no seed is used by both."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +269,8 @@ class Plan:
             seeds = tuple(range(TUNE_SEEDS_FROM, TUNE_SEEDS_FROM + self._seeds(rung)))
         else:
             ends = [0, *self.spec.trained_in_parts(is_base=arm.is_base)]
-            seeds = tuple(range(CONFIRM_SEEDS_FROM + ends[part], CONFIRM_SEEDS_FROM + ends[part + 1]))
+            first = self.spec.first_seed
+            seeds = tuple(range(first + ends[part], first + ends[part + 1]))
         task = self.tasks[arm.task]
         config = self.with_values(arm, values)
         rules, wide, reason = [config["rule"]["name"]], False, None

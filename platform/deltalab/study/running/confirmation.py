@@ -245,7 +245,8 @@ class ConfirmPhase:
                     failed.setdefault(trials.arm.name, set()).add(number)
             reached = max((part for _, part in trials.trials), default=-1)
             trained = any(of_arm.values())
-            seeds[trials.arm.name] = list(range(1, self._parts(trials)[reached] + 1)) if trained else []
+            planned = range(spec.first_seed, spec.first_seed + self._parts(trials)[reached])
+            seeds[trials.arm.name] = list(planned) if trained else []
         base = next(trials.arm.name for trials in arms if trials.arm.is_base)
         block = spec.looks[0].seeds if spec.seeds_of_base is not None else None
         return Scores(base, kind.maximize, kind.chance, runs, seeds, failed, self._plan.margin(kind), block)

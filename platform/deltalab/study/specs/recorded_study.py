@@ -181,6 +181,11 @@ class RecordedSpec:
         return trained_in_parts(self.values["seeds"], is_base=is_base, one_by_one=self.has_engine)
 
     @property
+    def first_seed(self) -> int:
+        """The first seed of the arms; recorded studies of old releases begin at 1."""
+        return int(self.values.get("first_seed", 1))
+
+    @property
     def is_further_look(self) -> bool:
         """Whether the study was tested with fewer seeds before."""
         return isinstance(self.values["seeds"], Mapping) and "after" in self.values["seeds"]

@@ -7,7 +7,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from deltalab.authoring.files import study_folder
@@ -35,6 +43,8 @@ class _Strict(BaseModel):
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$", max_length=100)]
 """The name of an arm or a task, which appears in tables, file names and URLs."""
 
+LAST_FIRST_SEED = 999_000
+"""The last seed with which a study may begin: it has at most 1,000, and those of a search begin at 1,000,001."""
 LEAST_SHARE = 0.01
 """The least share of a core or a GPU that a stack may take."""
 MOST_ARMS = 1000
@@ -193,6 +203,7 @@ class StudySpec(_Strict):
         scales: A ladder: sizes at which every arm runs, each against the base of its size.
         seeds: How many seeds, or {at_least, at_most}, or {after, at_most} for more seeds than a test had before, or
             {arms, base} for more seeds of the base than of an arm.
+        first_seed: The first of these seeds. Another one repeats a study on fresh seeds.
         family: The arms that are tested together: those of the whole study, or those of a task.
         compare: Further metrics of a task that arms are compared in, by the same test, such as `recall_bits_per_byte`
             of text, or what an engine evaluates.
@@ -215,6 +226,7 @@ class StudySpec(_Strict):
     search: Searching | None = None
     scales: Ladder | None = None
     seeds: SeedsKey
+    first_seed: Annotated[Whole, Field(ge=1, le=LAST_FIRST_SEED)] = 1
     family: Literal["task", "study"] = "study"
     compare: dict[Name, tuple[str, ...]] = {}
     margin: dict[str, Annotated[Number, Field(ge=0, lt=math.inf)]] = {}
@@ -331,6 +343,11 @@ class StudySpec(_Strict):
             tuned.setdefault(section, {})[key] = None
         refuse_both(self.scales, tuned, "tune")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out `first_seed` at its default, so that a study differs in nothing from one of an old release."""
+        return {key: value for key, value in dump(self).items() if key != "first_seed" or value != 1}
 
     def tune_on(self, task: str) -> Tune | None:
         """The section `tune` with the ranges of one of the file's tasks in place; None if the study tunes nothing."""
