@@ -36,6 +36,7 @@ from deltalab.cli.options import (
     wants_json_errors,
 )
 from deltalab.cli.plugins import model, module, rule, task
+from deltalab.cli.score import score
 from deltalab.cli.train import train
 from deltalab.errors import InputError, WrongRules, one_line, unknown
 
@@ -384,6 +385,7 @@ def dashboard(
     os.execve(sys.executable, command, environment)
 
 
+app.command()(score)
 app.command()(export)
 app.command()(train)
 app.command()(doctor)

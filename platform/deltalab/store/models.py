@@ -157,6 +157,37 @@ class Importance(Base):
     shares: Mapped[list[dict[str, Any]]]
 
 
+class Proposal(Base):
+    """A rule that a loop proposed to `platform score`, and what became of it.
+
+    Attributes:
+        loop: The hash of what all proposals of the loop are compared with: base, task, seeds and tuning.
+        number: How many rules the loop had proposed with this one.
+        rule: The rule's name.
+        source: The hash of the rule's file.
+        asked_at: When the rule was proposed first.
+        confirmation: Which confirmation of the loop it was given; None before that and without one. Its share of the
+            loop's error is spent, whatever follows.
+        answer: The answer as JSON; None while its trials run, or if they were interrupted.
+    """
+
+    __tablename__ = "proposal"
+    __table_args__ = (
+        UniqueConstraint("loop", "number"),
+        UniqueConstraint("loop", "source"),
+        UniqueConstraint("loop", "confirmation"),
+    )
+
+    id: Mapped[Id]
+    loop: Mapped[str]
+    number: Mapped[int]
+    rule: Mapped[str]
+    source: Mapped[str]
+    asked_at: Mapped[datetime]
+    confirmation: Mapped[int | None]
+    answer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
 class RuleVersion(Base):
     """The source of a rule as it ran."""
 

@@ -1,0 +1,1 @@
+"""Scores rules that a program proposes, one after the other, so that the whole loop keeps the promised error."""
