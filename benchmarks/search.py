@@ -9,7 +9,8 @@ The parts (--only) are:
   each of the landscapes (--landscapes) of `landscapes.py`. The true front has the best learning rate of each layout.
   Each sampler draws as in a study, with the control's fifth at random; `random` draws all at random. `needle found` is
   the share of the repeats in which a candidate was the needle. With --noise, the samplers are told scores with such a
-  standard deviation, and the regret is that of the scores without noise.
+  standard deviation, and the regret is that of the scores without noise. `mixed+evolution` shares the places with the
+  proposer that comes with deltalab.
 - kept: the share of the hypervolume of 64 random candidates that 8 finalists keep. Noisy scores choose the finalists,
   and scores without noise give the shares. `before` takes the front by noisy scores first, then the others by score.
 - draw: ms of a draw with 500 and 5,000 known results, which includes drawing, adding and telling.
@@ -39,9 +40,11 @@ from landscapes import LANDSCAPES, LR, Landscape, Layout, Point
 
 from deltalab.statistics.pareto import front
 from deltalab.store import RunRecord
-from deltalab.study.planning.tuning_candidates import RANDOM_FROM
+from deltalab.study.planning.tuning_candidates import PROPOSED_FROM, RANDOM_FROM
 from deltalab.study.running import run
+from deltalab.study.searching import evolution
 from deltalab.study.searching.phase import WINDOW, begin_draws, controls_by, finalists
+from deltalab.study.searching.rivals import Rivals
 from deltalab.study.specs.budget import Searching
 from deltalab.study.workers import train_stack
 from deltalab.study.workers.jobs import Job
@@ -55,23 +58,41 @@ def drawn_candidates(
     landscape: Landscape, sampler: str, trials: int, repeat: int, noise: float
 ) -> tuple[list[Layout], list[Point]]:
     """Returns the candidates of a study's search and their points, in their order."""
+    sampler, _, proposer = sampler.partition("+")
     space = Searching.model_validate({**landscape.space, "trials": trials, "sampler": sampler})
     live = begin_draws(f"regret {repeat}", space, [False, False, False])
+    rivals = Rivals(f"regret {repeat}")
     error = random.Random(f"noise {repeat}")
     candidates: list[Layout] = []
-    running: deque[Point] = deque()
-    drawn = {"control": 0, "sampler": 0}
+    running: deque[tuple[Point, str, Layout]] = deque()
+    drawn = {"control": 0, "sampler": 0, "proposed": 0}
     for number in range(trials):
         while len(running) >= WINDOW:
-            live.tell(running.popleft())
+            point, told_of, of = running.popleft()
+            live.tell(point)
+            rivals.learn(told_of, point, of)
         control = drawn["control"] < controls_by(number, trials, space.controls)
-        kind, first = ("control", RANDOM_FROM) if control else ("sampler", 0)
-        candidate = live.draw(first + drawn[kind], "random" if control else space.sampler)
+        kind = "control" if control else rivals.turn(number) if proposer else "sampler"
+        if kind == "proposed":
+            knobs = {path: knob.model_dump(mode="json") for path, knob in space.searched.items()}
+            front_now = [{"values": values} for _, values in rivals.front]
+            request = {
+                "space": knobs,
+                "front": front_now,
+                "tried": candidates,
+                "wanted": 1,
+                "seed": f"{repeat}/{number}",
+            }
+            bred = evolution.propose(request)["proposals"]
+            candidate = bred[0]["values"] if bred else live.draw(PROPOSED_FROM + drawn[kind], "random")
+        else:
+            first = RANDOM_FROM if control else 0
+            candidate = live.draw(first + drawn[kind], "random" if control else space.sampler)
         drawn[kind] += 1
         live.add(candidate)
         candidates.append(candidate)
         score, *costs = landscape.evaluate(candidate)
-        running.append((score + error.gauss(0, noise), costs[0], costs[1]))
+        running.append(((score + error.gauss(0, noise), costs[0], costs[1]), kind, candidate))
     return candidates, [*map(landscape.evaluate, candidates)]
 
 

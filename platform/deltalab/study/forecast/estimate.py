@@ -386,6 +386,8 @@ def _searched(plan: Plan) -> list[str]:
     if search.warm:
         begins = [json.dumps(entry) if isinstance(entry, dict) else entry for entry in search.warm]
         lines.append(f"search: begins with {', '.join(begins)}.")
+    if search.proposals:
+        lines.append(f"search: {search.proposals} proposes candidates in some of the sampler's places.")
     training = ", ".join(training_part(search.searched))
     most = {arm.is_base: plan.tried(arm) for arm in plan.arms}
     if training:

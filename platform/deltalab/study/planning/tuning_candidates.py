@@ -20,6 +20,8 @@ RANDOM_FROM = 1_000_000
 """The number of the first candidate of a search's random control; the numbers of the sampler begin at 0."""
 WARM_FROM = 2_000_000
 """The number of the first candidate that a search is given to begin with."""
+PROPOSED_FROM = 3_000_000
+"""The number of the first candidate that a program proposed."""
 
 
 def trial_name(arm: str, stage: Stage, number: int, trials: int | None) -> str:
@@ -42,7 +44,8 @@ def trial_name(arm: str, stage: Stage, number: int, trials: int | None) -> str:
     if stage == "confirm":
         return f"{arm}, training {number}"
     if number >= RANDOM_FROM:
-        return f"{'random' if number < WARM_FROM else 'warm'} candidate {number % RANDOM_FROM}"
+        kind = "random" if number < WARM_FROM else "warm" if number < PROPOSED_FROM else "proposed"
+        return f"{kind} candidate {number % RANDOM_FROM}"
     training = number - MOST_DRAWN * trials
     return f"candidate {number}" if training < 0 else f"{arm}, training {training}"
 

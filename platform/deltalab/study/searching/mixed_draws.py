@@ -107,7 +107,7 @@ class MixedDraws:
         point = [sign * value for sign, value in zip(self._signs, values, strict=True)]
         bounds = self._bounds or [(value, value) for value in point]
         self._bounds = [(min(low, x), max(high, x)) for (low, high), x in zip(bounds, point, strict=True)]
-        if self._beyond(point) > GAIN:
+        if beyond(point, [other for other, _ in self._front], self._bounds) > GAIN:
             self._gained = self._told
         known = [*self._front, (point, candidate)]
         self._front = [known[i] for i in front([each for each, _ in known])]
@@ -122,15 +122,6 @@ class MixedDraws:
         alone = (hit & (hit.sum(axis=0) == 1)).sum(axis=1)
         return [float(weight) for weight in np.sqrt(alone + 0.5)]
 
-    def _beyond(self, point: Sequence[float]) -> float:
-        """By how much a point goes beyond each point of the front in some objective, as a share of its range."""
-        ranges = [high - low or math.inf for low, high in self._bounds]
-        gaps = (
-            max((theirs - own) / size for own, theirs, size in zip(point, other, ranges, strict=True))
-            for other, _ in self._front
-        )
-        return min(gaps, default=math.inf)
-
     def _changed(self, parent: Mapping[str, Any], draw: Random) -> dict[str, Any]:
         """A candidate that differs from another in one or two knobs, and in those that exist because of them."""
         before = self._space.drawn(parent)
@@ -140,12 +131,27 @@ class MixedDraws:
         def ask(name: str, knob: Search) -> Any:
             if name in before and name not in changed and knob.holds(before[name]):
                 return before[name]
-            return _value(knob, before.get(name), draw)
+            return another_value(knob, before.get(name), draw)
 
         return self._space.draw(ask)
 
 
-def _value(knob: Search, before: Any, draw: Random) -> Any:
+def beyond(point: Sequence[float], others: Sequence[Sequence[float]], bounds: Sequence[tuple[float, float]]) -> float:
+    """By how much a point goes beyond each other point in some objective, as a share of the objective's range.
+
+    Args:
+        point: The point, of which less is better in each coordinate.
+        others: The points of the front.
+        bounds: The lowest and the highest value of each objective.
+    """
+    ranges = [high - low or math.inf for low, high in bounds]
+    gaps = (
+        max((theirs - own) / size for own, theirs, size in zip(point, other, ranges, strict=True)) for other in others
+    )
+    return min(gaps, default=math.inf)
+
+
+def another_value(knob: Search, before: Any, draw: Random) -> Any:
     """Another value of a knob: any choice, or a place of a range near that of the value before if there is one."""
     if knob.choice is not None:
         return draw.choice([value for value in knob.choice if json.dumps(value) != json.dumps(before)])

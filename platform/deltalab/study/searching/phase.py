@@ -19,13 +19,15 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.models.spec import ModelSpec
+from deltalab.registry import rule_plugin
 from deltalab.statistics.pareto import beyond_worst, greedy_choice, ranked
 from deltalab.store import Store, TrialSummary
 from deltalab.study.planning import warm_starts
 from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
-from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
+from deltalab.study.planning.tuning_candidates import MOST_DRAWN, PROPOSED_FROM, RANDOM_FROM, WARM_FROM
 from deltalab.study.searching.halving import going_on
 from deltalab.study.searching.mixed_draws import MixedDraws
+from deltalab.study.searching.proposers import Proposer
 from deltalab.study.searching.results import (
     at_chance,
     drawn_by,
@@ -35,6 +37,7 @@ from deltalab.study.searching.results import (
     objective_points,
     objective_scores,
 )
+from deltalab.study.searching.rivals import Rivals
 from deltalab.study.searching.sampler import START, OptunaStudy
 from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.workers.jobs import Job
@@ -53,12 +56,14 @@ class Candidate:
         values: The values of the searched settings by path.
         rungs: The trials by task, for each rung at which the candidate trains. A trial that still runs is None.
         infeasible: Whether the values make no model, so that no trial runs.
+        outside: Whether the space lacks the candidate, whose rule was proposed. Samplers know nothing of it.
     """
 
     number: int
     values: dict[str, Any]
     rungs: list[dict[str, TrialSummary | None]] = field(default_factory=list)
     infeasible: bool = False
+    outside: bool = False
 
     @property
     def waits(self) -> bool:
@@ -97,11 +102,12 @@ class SearchPhase:
         self._by_number: dict[tuple[str, int, str], Candidate] = {}
         self._waiting = 0
         self._ended: Counter[int] = Counter()  # Trials by rung.
-        self._spent = {"warm": 0, "random": 0, "sampler": 0}
-        self._drawn = {"warm": 0, "random": 0, "sampler": 0}
+        self._spent = {"warm": 0, "random": 0, "proposed": 0, "sampler": 0}
+        self._drawn = dict(self._spent)
         # Feasible candidates whose results the sampler has not been told, in the order in which they were drawn.
         self._untold: deque[Candidate] = deque()
         self._study = begin_draws(plan.spec.name, self.space, [objective.maximize for objective in plan.objectives])
+        self._rivals, self._proposer = Rivals(plan.spec.name), self._program()
         self._every = self.space.combinations() if self.space.enumerated else None
         self._again = {
             row.number: row.values
@@ -216,8 +222,44 @@ class SearchPhase:
             first = self._untold[0]
             if None in first.rungs[0].values():
                 return False
-            self._study.tell(self._told(self._untold.popleft()))
+            candidate = self._untold.popleft()
+            told = self._told(candidate)
+            if not candidate.outside:
+                self._study.tell(told)
+            if self._proposer is not None:
+                signs = [-1.0 if objective.maximize else 1.0 for objective in self.plan.objectives]
+                point = None if told is None else [sign * value for sign, value in zip(signs, told, strict=True)]
+                self._rivals.learn(self._kind(candidate.number), point, candidate)
         return True
+
+    def _program(self) -> Proposer | None:
+        """The program that proposes candidates; None if the search has none."""
+        if self.space.proposals is None:
+            return None
+        about = {
+            "study": self.plan.spec.name,
+            "objectives": [{"name": str(each), "maximize": each.maximize} for each in self.plan.objectives],
+            "base": {arm.task: arm.config for arm in self.arms},
+        }
+        return Proposer(self.space, about, self._store.folder / "proposals" / str(self._study_id))
+
+    def _proposed(self, number: int) -> dict[str, Any]:
+        """The values of a proposal, or of a random candidate if there is none that could train."""
+        assert self._proposer is not None
+        front = []
+        for _, candidate in self._rivals.front:
+            scores = {
+                name: None if math.isnan(score) else score
+                for name, score in candidate.scores(self.plan.objectives, 0).items()
+            }
+            source = {"source": rule_plugin(candidate.values["rule"]).source} if candidate.outside else {}
+            front.append({"values": candidate.values, "scores": scores, **source})
+        values = self._proposer.next(number, front, [candidate.values for candidate in self.drawn])
+        return self._study.draw(number, "random") if values is None else values
+
+    def _kind(self, number: int) -> str:
+        """What the number of a candidate says of where it comes from: a key of `_spent`."""
+        return drawn_by(number, self.space) if number >= RANDOM_FROM else "sampler"
 
     def _told(self, candidate: Candidate) -> list[float] | None:
         """The result that the sampler is told; None if a cost is not known."""
@@ -238,12 +280,16 @@ class SearchPhase:
             self._trained - self._spent["warm"], self.space.trials - self._spent["warm"], self.space.controls
         ):
             kind, first = "random", RANDOM_FROM
+        elif self._proposer is not None and self._rivals.turn(len(self.drawn)) == "proposed":
+            kind, first = "proposed", PROPOSED_FROM
         else:
             kind, first = "sampler", 0
         number = first + self._drawn[kind]
         values = self._again.get(number)
         if values is None and kind == "warm":
             values = self._warm[number - first]
+        elif values is None and kind == "proposed":
+            values = self._proposed(number)
         elif values is None:
             values = self._study.draw(number, "random" if kind == "random" else self.space.sampler)
         return Candidate(number, values)
@@ -252,13 +298,15 @@ class SearchPhase:
         """Yields the trials of a candidate at a rung; none if the candidate makes no model on one of the tasks."""
         jobs = self._jobs(candidate, rung if self.space.fidelity else None)
         if rung == 0:
-            kind: str = drawn_by(candidate.number, self.space) if candidate.number >= RANDOM_FROM else "sampler"
+            kind = self._kind(candidate.number)
             self.drawn.append(candidate)
             self._drawn[kind] += 1
             self._spent[kind] += bool(jobs)
             candidate.infeasible = not jobs
             if self._every is None:
-                self._study.add(candidate.values, feasible=bool(jobs))
+                candidate.outside = self.space.drawn(candidate.values) is None
+                if not candidate.outside:
+                    self._study.add(candidate.values, feasible=bool(jobs))
                 self._untold += [candidate] if jobs else []
         if jobs or rung:
             candidate.rungs.append({job.task: None for job in jobs})

@@ -7,13 +7,13 @@ from datetime import datetime
 from typing import Any, Literal
 
 from deltalab.store import Store, TrialRow, TrialSummary
-from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM, WARM_FROM
+from deltalab.study.planning.tuning_candidates import MOST_DRAWN, PROPOSED_FROM, RANDOM_FROM, WARM_FROM
 from deltalab.study.searching.halving import Halving, by_lot, going_on, halving
 from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 
-Drawn = Literal["mixed", "tpe", "nsga2", "nsga3", "gp", "random", "warm", "all"]
-"""Where a candidate comes from: a sampler, `warm`, or the list of all candidates."""
+Drawn = Literal["mixed", "tpe", "nsga2", "nsga3", "gp", "random", "warm", "proposed", "all"]
+"""Where a candidate comes from: a sampler, `warm`, a proposer, or the list of all candidates."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class CandidateResult:
 
 def drawn_by(number: int, space: Searching) -> Drawn:
     """Where the candidate with a number comes from."""
+    if number >= PROPOSED_FROM:
+        return "proposed"
     if number >= WARM_FROM:
         return "warm"
     if number >= RANDOM_FROM:

@@ -1,6 +1,9 @@
 """The sections `tune` and `search`: how many candidates, what bounds them, what is weighed, and which go on."""
 
 import math
+import re
+import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +31,8 @@ from deltalab.study.specs.search_space import (
 from deltalab.study.specs.setting_paths import of_training
 
 Sampler = Literal["mixed", "tpe", "nsga2", "nsga3", "gp", "random"]
+EVOLUTION = "evolution"
+"""The proposer that comes with deltalab."""
 UNNAMED_SAMPLER: Sampler = "tpe"
 """The sampler of a recorded search that names none: the default until 2026-11-25."""
 Quantity = Literal["state", "cache", "parameters", "flops"]
@@ -329,6 +334,7 @@ class Searching(Space):
         warm: Candidates to begin with: rules, by name or with knobs, and {study: NAME} for those of a study in the
             ledger.
         fidelity: Successive halving.
+        proposals: What proposes candidates beside the sampler: `evolution`, a command, or `module:function`.
         trainings: Values of the searched `train` settings that every seed of the base and of each finalist tries on a
             task. Two would leave out one end of a range or an arm's own value.
     """
@@ -344,6 +350,7 @@ class Searching(Space):
     match: Match | None = None
     warm: tuple[str | dict[str, Any], ...] = ()
     fidelity: Fidelity | None = None
+    proposals: Annotated[str, Field(max_length=1000)] | None = None
     trainings: Annotated[Whole, Field(ge=3, le=1000)] = 5
 
     @field_validator("sampler", mode="before")
@@ -370,8 +377,27 @@ class Searching(Space):
                 raise ValueError(f"takes rules (NAME, or {{name: NAME, knob: ...}}) and {{study: NAME}}, not {entry!r}")
         return raw
 
+    @field_validator("proposals")
+    @classmethod
+    def _is_a_command(cls, raw: str | None) -> str | None:
+        if raw is None:
+            return None
+        try:
+            words = shlex.split(raw)
+        except ValueError as error:
+            raise ValueError(f"is no command: {error}") from None
+        if not words:
+            raise ValueError(f"is empty: give {EVOLUTION}, a command or module:function")
+        if raw != EVOLUTION and not re.fullmatch(r"[\w.]+:\w+", raw) and shutil.which(words[0]) is None:
+            raise ValueError(str(unknown("command", words[0], [EVOLUTION, "module:function", "a program on the PATH"])))
+        return raw
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.proposals is not None and self.sampler == "random":
+            raise ValueError(".proposals: compete with a sampler, and random is the control: give another sampler")
+        if self.proposals is not None and self.enumerated:
+            raise ValueError(f".proposals: all {self.whole} candidates are tried: leave it out, or give fewer trials")
         if self.finalists > self.trials:
             raise ValueError(f"finalists {self.finalists} exceed trials {self.trials}")
         for path, search in self.searched.items():
@@ -405,7 +431,7 @@ class Searching(Space):
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves out the keys of a later release that are at their default, so that a study keeps its identity."""
-        later = ("random", "objectives", "constrain", "match", "warm", "fidelity", "trainings")
+        later = ("random", "objectives", "constrain", "match", "warm", "fidelity", "proposals", "trainings")
         plain = {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
         plain |= {"sampler"} if self.sampler == UNNAMED_SAMPLER else set()
         return {key: value for key, value in dump(self).items() if key not in plain}
