@@ -193,10 +193,10 @@ def test_the_commands(
 ) -> None:
     other, shipped = tmp_path / "other.db", tmp_path / "shipped.db"
     assert platform(monkeypatch, "db", "export", shipped, "--db", full) == 0
-    assert "shipped.db: written: 1 of rule_version, 2 of study" in capsys.readouterr().out
+    assert "shipped.db: written: 1 of proposal, 1 of rule_version, 2 of study" in capsys.readouterr().out
     assert platform(monkeypatch, "db", "import", shipped, tmp_path / "run", "--db", other) == 0
     said = capsys.readouterr().out
-    assert "shipped.db: new: 1 of rule_version, 2 of study" in said
+    assert "shipped.db: new: 1 of proposal, 1 of rule_version, 2 of study" in said
     assert "run: recorded" in said
     assert platform(monkeypatch, "db", "import", shipped, "--db", other) == 0
     assert "shipped.db: new: no rows" in capsys.readouterr().out

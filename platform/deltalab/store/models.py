@@ -172,11 +172,7 @@ class Proposal(Base):
     """
 
     __tablename__ = "proposal"
-    __table_args__ = (
-        UniqueConstraint("loop", "number"),
-        UniqueConstraint("loop", "source"),
-        UniqueConstraint("loop", "confirmation"),
-    )
+    __table_args__ = (UniqueConstraint("loop", "source"),)
 
     id: Mapped[Id]
     loop: Mapped[str]

@@ -7,8 +7,8 @@ confirmation is then that of a single test,
     P(p_j <= alpha_j | all before) <= alpha_j    for a rule that is no better than the base,
 
 so that P(a rule is kept that is no better) <= sum_j alpha_j <= ALPHA. Screening spends nothing: it only decides what is
-confirmed. Rules such as LOND, alpha-investing and SAFFRON bound the share of false keeps among all keeps; their chance
-of any false keep exceeds 5% as soon as a few true gains were kept (benchmarks/score_loops.json).
+confirmed. LOND, alpha-investing and SAFFRON bound the share of false keeps among all keeps, and need p-values that do
+not depend on what was seen before. A program that improves on the same seeds breaks them (benchmarks/score_loops.json).
 
 The confirmations come in blocks of 32, 64, 128, ... The first block shares half of ALPHA evenly, the next a quarter,
 and so on. Screening lets a tenth of noise pass, so that 200 proposals of noise take about 20 confirmations.

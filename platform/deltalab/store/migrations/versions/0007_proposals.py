@@ -21,9 +21,7 @@ def upgrade() -> None:
         sa.Column("confirmation", sa.Integer(), nullable=True),
         sa.Column("answer", sa.JSON(), nullable=True),
         sa.PrimaryKeyConstraint("id", name="pk_proposal"),
-        sa.UniqueConstraint("loop", "number", name="uq_proposal_loop_number"),
         sa.UniqueConstraint("loop", "source", name="uq_proposal_loop_source"),
-        sa.UniqueConstraint("loop", "confirmation", name="uq_proposal_loop_confirmation"),
     )
 
 
