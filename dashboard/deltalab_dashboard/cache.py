@@ -104,7 +104,9 @@ def _count(rows: dict[Placed, list[Any]]) -> int:
     return sum(map(len, rows.values()))
 
 
-def report_of(store: Store, study: Study, stage: Stage = "confirm", against: str | None = None) -> Report:
+def report_of(
+    store: Store, study: Study, stage: Stage = "confirm", against: str | None = None, *, importances: bool = False
+) -> Report:
     """Returns a study's report. The server keeps the report until a trial or the state of the study changes.
 
     All sessions share the report, and must not change it.
@@ -114,11 +116,14 @@ def report_of(store: Store, study: Study, stage: Stage = "confirm", against: str
         study: The study.
         stage: The stage whose scores are shown.
         against: The arm to compare the others with in place of the base.
+        importances: Whether the report of a search says how much each setting explains, which may take seconds.
     """
-    return _report(store, repr(store), study.id, stage, against, store.mark(study.id))
+    return _report(store, repr(store), study.id, stage, against, importances, store.mark(study.id))
 
 
 @st.cache_resource(show_spinner=False, max_entries=MOST_REPORTS)
-def _report(_store: Store, where: str, study_id: int, stage: Stage, against: str | None, mark: str) -> Report:
+def _report(
+    _store: Store, where: str, study_id: int, stage: Stage, against: str | None, importances: bool, mark: str
+) -> Report:
     """Makes a report. Streamlit keeps a report for each combination of the arguments other than `_store`."""
-    return report(_store, study_id, which=stage, against=against)
+    return report(_store, study_id, which=stage, against=against, importances=importances)

@@ -255,3 +255,19 @@ def test_the_base_of_a_search_has_its_tuning(searched: int) -> None:
     app = open_page("sensitivity.py")
     assert "The page Search shows its candidates." in texts(app)
     assert cells(app.table[0].value)["arm"] == ["base", "found_1", "found_2"]
+
+
+def test_only_the_page_search_asks_what_each_setting_explains(searched: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown: list[int] = []
+    trees = importance._trees
+
+    def counted(candidates: Any, scores: Any, space: Any) -> Any:
+        grown.append(len(scores))
+        return trees(candidates, scores, space)
+
+    monkeypatch.setattr(importance, "_trees", counted)
+    for page in ("answer.py", "curves.py", "trials.py", "arms.py", "sensitivity.py"):
+        open_page(page)
+    assert not grown, "a forest takes seconds"
+    open_page("search.py")
+    assert grown

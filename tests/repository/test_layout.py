@@ -133,6 +133,16 @@ print(sorted({"torch._dynamo", "scipy.stats", "pandas"} & set(sys.modules)))
     assert out.strip() == "[]", "these take longer to load than the plan takes"
 
 
+def test_an_answer_of_a_search_loads_neither_torch_nor_what_grows_trees() -> None:
+    out = python("""
+import sys
+import deltalab.study.answers.search_results
+import deltalab.study.reports.report
+print(sorted({"torch", "optuna", "sklearn", "scipy.stats", "pandas"} & set(sys.modules)))
+""")
+    assert out.strip() == "[]", "these take longer to load than the report takes"
+
+
 def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:
     """What import-linter cannot see: operators and modules that are named by a string."""
     lookups = re.compile(r"torch\.ops\.deltalab|sys\.modules\[|import_module\(|__import__\(")

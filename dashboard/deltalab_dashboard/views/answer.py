@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from shlex import quote
 from typing import get_args
 
@@ -47,7 +49,7 @@ def page(store: Store, study: Study) -> None:
     with st.expander("How to read this page"):
         st.markdown(bullets(report.notes))
     with st.expander("The whole report as a file"):
-        report_files(report)
+        report_files(store, study, stage)
     provenance(study)
 
 
@@ -221,14 +223,31 @@ def ladder_section(ladder: TaskLadder, study: str) -> None:
     st.caption(bullets(ladder_notes(ladder)))
 
 
-def report_files(report: Report) -> None:
-    """Draws buttons that download the report in the formats that `platform study report` writes."""
-    files = {"CSV": (report.to_csv, "csv"), "Markdown": (report.to_markdown, "md"), "JSON": (report.to_json, "json")}
+def report_files(store: Store, study: Study, stage: Stage) -> None:
+    """Draws buttons that download the report in the formats that `platform study report` writes.
+
+    A file has the importances of a search, which this page does not show. They are found when somebody downloads it.
+    """
+    formats: dict[str, tuple[str, Callable[[Report], str]]] = {
+        "CSV": ("csv", Report.to_csv),
+        "Markdown": ("md", Report.to_markdown),
+        "JSON": ("json", Report.to_json),
+        "HTML": ("html", Report.to_html),
+    }
     with st.container(horizontal=True):
-        for label, (content, ending) in files.items():
+        for name, (ending, written) in formats.items():
             st.download_button(
-                label, content, f"{report.study}.{ending}", icon=":material/download:", on_click="ignore"
+                f"Report as {name}",
+                partial(report_file, store, study, stage, written),
+                f"{study.name}.{ending}",
+                icon=":material/download:",
+                on_click="ignore",
             )
+
+
+def report_file(store: Store, study: Study, stage: Stage, written: Callable[[Report], str]) -> str:
+    """Returns the whole report as `written` writes it."""
+    return written(cache.report_of(store, study, stage, importances=True))
 
 
 def provenance(study: Study) -> None:

@@ -35,11 +35,11 @@ def page(store: Store, study: Study) -> None:
     """Draws the page."""
     st.title("Search", anchor=False)
     st.markdown(badge(study))
-    search = cache.report_of(store, study).search
+    search = cache.report_of(store, study, importances=True).search
     if search is None:
         st.info("This study searches nothing: it compares arms that it lists.")
         return
-    from deltalab.study.reports.search_sections import sections  # Importing it imports Optuna, which takes a second.
+    from deltalab.study.reports.search_sections import sections  # Most studies search nothing.
 
     if not search.candidates:
         st.info("No candidate has ended yet.")

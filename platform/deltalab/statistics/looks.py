@@ -137,17 +137,17 @@ def seeds_to_decide(
     References:
         Guenther 1981.
     """
-    from scipy import stats
+    from scipy.special import ndtri  # Imported here: plans need no SciPy. scipy.stats takes a second.
 
     d = np.asarray(differences, dtype=float)
     off = abs(float(d.mean())) if len(d) else 0.0
     effects = [(e, sides) for e, sides in ((off, 2), (margin - off, 1)) if e > 0]
     if len(d) < 2 or not effects:
         return None
-    z_power, sd = float(stats.norm.ppf(power)), float(d.std(ddof=1))
+    z_power, sd = float(ndtri(power)), float(d.std(ddof=1))
     needed = []
     for effect, sides in effects:
-        z = float(stats.norm.ppf(1 - alpha / (sides * max(arms, 1))))
+        z = float(ndtri(1 - alpha / (sides * max(arms, 1))))
         needed.append(math.ceil(((z + z_power) * sd / effect) ** 2 + z**2 / 2))
     n = min(needed)
     return max(n, len(d) + 1, seeds_needed(alpha))

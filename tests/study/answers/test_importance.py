@@ -4,7 +4,12 @@ import math
 import random
 from typing import Any
 
+import numpy as np
+import optuna
 import pytest
+from optuna.distributions import FloatDistribution, IntDistribution
+from optuna.importance import FanovaImportanceEvaluator
+from optuna.trial import create_trial
 
 from deltalab.study.answers import importance as module
 from deltalab.study.answers.importance import FEWEST, NOTHING, Importance, importance
@@ -75,3 +80,22 @@ def test_the_same_candidates_give_the_same_figures() -> None:
     candidates, scores = drawn(FEWEST)
     assert importance(candidates, scores) == importance(candidates, scores)
     assert all(isinstance(each, Importance) for each in importance(candidates, scores))
+
+
+def test_the_shares_are_those_of_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna's evaluator with one tree and the tree's number as its seed is the oracle."""
+    monkeypatch.setattr(module, "TREES", 3)
+    draw = np.random.default_rng(0)
+    numbers = {"a": draw.uniform(-3, 2, 60), "b": draw.integers(0, 3, 60).astype(float), "c": draw.uniform(0, 1, 60)}
+    scores = numbers["a"] ** 2 + numbers["b"] + numbers["a"] * numbers["c"]
+    space = np.array([[-3.0, 2.0], [0.0, 2.0], [0.0, 1.0]])
+    study = optuna.create_study()
+    distributions = {
+        "a": FloatDistribution(-3, 2), "b": IntDistribution(0, 2), "c": FloatDistribution(0, 1),
+    }  # fmt: skip
+    for row, score in enumerate(scores):
+        params = {name: int(column[row]) if name == "b" else column[row] for name, column in numbers.items()}
+        study.add_trial(create_trial(params=params, distributions=distributions, value=score))
+    for number, shares in enumerate(module._trees(np.array([*numbers.values()]).T, scores, space)):
+        of_optuna = FanovaImportanceEvaluator(n_trees=1, max_depth=module.DEPTH, seed=number).evaluate(study)
+        assert shares == pytest.approx([of_optuna[name] for name in numbers], rel=1e-6)

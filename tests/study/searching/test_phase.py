@@ -276,7 +276,9 @@ def test_successive_halving_says_how_likely_it_dropped_a_late_learner(written: A
     assert drawn == found(tmp_path / "cut.db")
     assert [sum(each.rung == rung for each in drawn) for rung in range(3)] == [24, 12, 6]
     with Store.open(tmp_path / "lab.db") as store:
-        first, second = halvings(store.study("tiny_search").spec, store, result.study_id)
+        spec = store.study("tiny_search").spec
+        candidates = candidate_results(spec, store, result.study_id)
+        first, second = halvings(spec, store, result.study_id, candidates)
         steps = {row.key: row.config["train"]["steps"] for row in store.trials(result.study_id) if row.stage == "tune"}
     assert set(steps.values()) == {2, 4, 8}, "the trials of lower rungs are trials of their own"
     assert (first.trained, first.by_rank, first.by_lot, first.dropped) == (24, 9, 3, 12)

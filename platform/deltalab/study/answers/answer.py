@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.published import preset_text
 from deltalab.statistics.joint_test import Outcome
 from deltalab.statistics.seed_choice import Scores, outcomes
 from deltalab.store import Arm, Store, Study, TrialRow
@@ -114,7 +113,13 @@ class Answer:
 
 
 def answer(
-    store: Store, study_id: int, *, which: Stage = "confirm", intervals: bool = True, against: str | None = None
+    store: Store,
+    study_id: int,
+    *,
+    which: Stage = "confirm",
+    intervals: bool = True,
+    against: str | None = None,
+    importances: bool = True,
 ) -> Answer:
     """Finds the answer of a study.
 
@@ -127,6 +132,8 @@ def answer(
         intervals: Whether to compute intervals of undecided arms. False leaves them infinite, and takes a tenth of the
             time.
         against: The arm to compare the others with in place of the base. The test is the same.
+        importances: Whether to find how much each setting of a search explains. It takes seconds unless the ledger
+            keeps it from an earlier report.
 
     Raises:
         InputError: There is no such study or arm, or `against` is given for the stage "tune".
@@ -184,11 +191,11 @@ def answer(
             against=against,
             has_metrics=any(table.metrics for table in tables),
             has_headline=headline is not None,
-            presets="" if ledger.spec.is_search else preset_text({trial.arm: trial.config for trial in trials}),
+            presets="" if ledger.spec.is_search else _presets(trials),
         ),
         trainings(store, study),
         climbed,
-        _discovery(store, study, arms, trials) if ledger.spec.is_search else None,
+        _discovery(store, study, arms, trials, importances) if ledger.spec.is_search else None,
         study.overrides,
         against,
     )
@@ -234,10 +241,18 @@ def _failure(study: Study, trial: TrialRow) -> Failure:
     return Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _exception(trial.error), name)
 
 
-def _discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> "Discovery":
-    from deltalab.study.answers.search_results import discovery  # This module imports Optuna, which takes a second.
+def _presets(trials: Sequence[TrialRow]) -> str:
+    from deltalab.models.published import preset_text  # This module imports torch, which takes a second.
 
-    return discovery(store, study, arms, trials)
+    return preset_text({trial.arm: trial.config for trial in trials})
+
+
+def _discovery(
+    store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow], importances: bool
+) -> "Discovery":
+    from deltalab.study.answers.search_results import discovery  # Most studies search nothing.
+
+    return discovery(store, study, arms, trials, importances=importances)
 
 
 def _exception(error: str | None) -> str:

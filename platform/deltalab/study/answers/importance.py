@@ -1,4 +1,4 @@
-"""Computes how much of the variance of the candidates' scores each searched setting explains, by Optuna's fANOVA."""
+"""Computes how much of the variance of the candidates' scores each searched setting explains, by fANOVA."""
 
 import hashlib
 import json
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Any
 
-import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
-from optuna.importance import FanovaImportanceEvaluator
+import numpy as np
 
 TREES = 32
 """How many trees a forest has. Each is grown on its own resample of the candidates, so the trees give the interval."""
@@ -99,15 +97,15 @@ def _shares(
     """The share of the variance that each column explains, in each tree. A column with a single value is left out."""
     most_choices = 2
     params: dict[str, list[float]] = {}
-    spaces: dict[str, BaseDistribution] = {}
+    spaces: dict[str, tuple[float, float]] = {}
     for path, values in columns.items():
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             numbers = [math.log(value) if path in logarithmic else float(value) for value in values]
-            space: BaseDistribution = FloatDistribution(min(numbers), max(numbers))
+            space = min(numbers), max(numbers)
         else:
             numbers = _ordered([json.dumps(value, sort_keys=True) for value in values], scores)
             most_choices = max(most_choices, len(set(numbers)))
-            space = IntDistribution(0, len(set(numbers)) - 1)
+            space = 0.0, len(set(numbers)) - 1.0
         if len(set(numbers)) > 1:
             params[path], spaces[path] = numbers, space
     if not params or len(set(scores)) == 1:
@@ -115,13 +113,69 @@ def _shares(
     draws = [
         f"{int.from_bytes(hashlib.sha256(str(n).encode()).digest()[:4]) % most_choices}" for n in range(len(scores))
     ]
-    params[NOTHING], spaces[NOTHING] = _ordered(draws, scores), IntDistribution(0, most_choices - 1)
-    study = optuna.create_study()
-    for number, score in enumerate(scores):
-        candidate = {path: numbers[number] for path, numbers in params.items()}
-        study.add_trial(optuna.trial.create_trial(params=candidate, distributions=spaces, value=score))
-    trees = [FanovaImportanceEvaluator(n_trees=1, max_depth=DEPTH, seed=tree).evaluate(study) for tree in range(TREES)]
-    return {path: [float(tree[path]) for tree in trees] for path in params}
+    params[NOTHING], spaces[NOTHING] = _ordered(draws, scores), (0.0, len(set(draws)) - 1.0)
+    paths = sorted(params)
+    trees = _trees(np.array([params[path] for path in paths]).T, np.array(scores), np.array([*map(spaces.get, paths)]))
+    return dict(zip(paths, trees.T.tolist(), strict=True))
+
+
+def _trees(candidates: np.ndarray, scores: np.ndarray, space: np.ndarray) -> np.ndarray:
+    """The share of the variance that each column explains alone, in each of `TREES` trees.
+
+    A tree that is constant says nothing, and is left out. Optuna's `FanovaImportanceEvaluator`, with one tree and the
+    tree's number as its seed, grows the same trees and finds the same shares in twenty times the time.
+
+    Args:
+        candidates: The number of each candidate in each column [N, P].
+        scores: The score of each candidate [N].
+        space: The low and the high end of each column [P, 2].
+
+    Returns:
+        The shares [trees, P].
+    """
+    from sklearn.tree import DecisionTreeRegressor  # Loading scikit-learn takes half a second.
+
+    candidates = candidates.astype(np.float32)  # The type of a tree's thresholds.
+    shares = []
+    for number in range(TREES):
+        seed = np.random.RandomState(number).randint(np.iinfo(np.int32).max)
+        resample = np.random.RandomState(seed).randint(0, len(scores), len(scores))
+        counts = np.bincount(resample, minlength=len(scores)).astype(float)
+        tree = DecisionTreeRegressor(max_depth=DEPTH, random_state=seed)
+        tree.fit(candidates, scores, sample_weight=counts, check_input=False)
+        if (of_tree := _explained(tree.tree_, space)) is not None:
+            shares.append(of_tree)
+    return np.array(shares)
+
+
+def _explained(tree: Any, space: np.ndarray) -> np.ndarray | None:
+    """The share of a tree's variance over the `space` [P, 2] that each column explains alone [P]; None without any."""
+    boxes = {0: (space[:, 0], space[:, 1])}  # The box of each node. A node's children come after it.
+    leaves = []
+    for node, (column, cut) in enumerate(zip(tree.feature, tree.threshold, strict=True)):
+        low, high = boxes[node]
+        if column < 0:
+            leaves.append(node)
+            continue
+        below, above = high.copy(), low.copy()
+        below[column] = above[column] = cut
+        boxes[tree.children_left[node]], boxes[tree.children_right[node]] = (low, below), (above, high)
+    lows, highs = (np.array([boxes[leaf][end] for leaf in leaves]) for end in (0, 1))
+    values = tree.value[leaves, 0, 0]
+    parts = (highs - lows) / (space[:, 1] - space[:, 0])
+    volumes = parts.prod(axis=1)
+    mean = volumes @ values
+    variance = volumes @ (values - mean) ** 2
+    if variance <= 0:
+        return None
+    explained = []
+    for column in range(len(space)):
+        ends = np.unique([lows[:, column], highs[:, column]])
+        inside = (lows[:, column, None] <= ends[:-1]) & (highs[:, column, None] >= ends[1:])
+        marginal = (values * volumes / parts[:, column]) @ inside
+        explained.append(np.diff(ends) / (ends[-1] - ends[0]) @ (marginal - mean) ** 2)
+    shares: np.ndarray = np.array(explained) / variance
+    return shares
 
 
 def _ordered(names: list[str], scores: list[float]) -> list[float]:

@@ -5,7 +5,6 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from deltalab.models.dead_parameters import dead_parameters_text
 from deltalab.statistics.joint_test import ALPHA, Outcome, smallest_p
 from deltalab.statistics.looks import left_error
 from deltalab.statistics.seed_choice import Scores
@@ -121,6 +120,10 @@ def _uneven(rows: list[Row], reference: Row) -> Iterator[str]:
 
 
 def _dead(rows: list[Row]) -> Iterator[str]:
+    if not any(row.dead_parameters for row in rows):
+        return
+    from deltalab.models.dead_parameters import dead_parameters_text  # This module imports torch: it takes a second.
+
     for row in rows:
         if row.parameters and (text := dead_parameters_text(row.arm, row.dead_parameters, row.parameters)):
             yield text

@@ -69,7 +69,7 @@ class Discovery:
         drawn: How many candidates trained, by the method that drew them.
         candidates: The base and the candidates.
         importances: A metric or `decode_us` -> the share of its variance that each setting explains; empty while the
-            study runs.
+            study runs, and where nobody asked for them.
         unknown: The settings that too few candidates have for an importance.
         control: The comparison of the search with random search; None if random search drew nothing.
         fidelity: The settings of the lowest fidelity.
@@ -95,7 +95,9 @@ class Discovery:
     rules: list[TriedRule] = field(default_factory=list)
 
 
-def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow]) -> Discovery:
+def discovery(
+    store: Store, study: Study, arms: Sequence[Arm], trials: list[TrialRow], *, importances: bool = True
+) -> Discovery:
     """Returns the findings of a study's search so far.
 
     Args:
@@ -103,6 +105,7 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[Tria
         study: A study with a search.
         arms: The arms of the study, in order.
         trials: All trials of the study.
+        importances: Whether to find the importances.
     """
     space, tasks = RecordedSpec(study.spec).search, recorded_tasks(study)
     objectives = space.weighed({name: (task.metric, task.maximize) for name, task in tasks.items()})
@@ -119,11 +122,13 @@ def discovery(store: Store, study: Study, arms: Sequence[Arm], trials: list[Tria
         drawn=dict(Counter(result.drawn_by for result in first)),
         candidates=candidates,
         # A forest takes seconds, and while the study runs, another candidate ends before they have passed.
-        importances={} if study.state == "running" else _importances(store, study, space, objectives, first, knobs),
+        importances=_importances(store, study, space, objectives, first, knobs)
+        if importances and study.state != "running"
+        else {},
         unknown=[path for path in space.knobs if holders[path] < FEWEST],
         control=_control(objectives, first, chance),
         fidelity=space.rungs[0],
-        dropped=[str(halving) for halving in halvings(study.spec, store, study.id)],
+        dropped=[str(halving) for halving in halvings(study.spec, store, study.id, results)],
         infeasible=_reasons(results),
         left_off=sum(last_rung[place].at_chance for place in unbeaten),
         learned={

@@ -11,9 +11,9 @@ from deltalab.study.planning.matching import Bounded
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.planning.warm_starts import named_candidates
 from deltalab.study.specs.budget import Searching
-from deltalab.study.specs.method_settings import resolve, setting
+from deltalab.study.specs.method_settings import resolve
 from deltalab.study.specs.search_space import INTEGERS, Search, Space, combinations, count_combinations, example_with
-from deltalab.study.specs.setting_paths import model_part
+from deltalab.study.specs.setting_paths import model_part, setting
 
 MOST_COMBINATIONS = 500
 """How many configurations of candidates a plan resolves at most, over all its arms."""

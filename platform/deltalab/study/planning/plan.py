@@ -17,9 +17,9 @@ from deltalab.study.planning.matching import Bounded, Matcher
 from deltalab.study.planning.tuning_candidates import spread_candidates
 from deltalab.study.specs.budget import Objective, Searching, Tune
 from deltalab.study.specs.ladder_sizes import task_of
-from deltalab.study.specs.method_settings import resolve, setting, with_values, within_flops
+from deltalab.study.specs.method_settings import resolve, with_values, within_flops
 from deltalab.study.specs.search_space import LAYERS, Search, count_combinations
-from deltalab.study.specs.setting_paths import changes_a_step, model_part, of_training, training_part
+from deltalab.study.specs.setting_paths import changes_a_step, model_part, of_training, setting, training_part
 from deltalab.study.specs.study_file import StudySpec
 from deltalab.study.workers.jobs import Job
 from deltalab.tasks import BUILTIN, Task

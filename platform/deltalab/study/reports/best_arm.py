@@ -43,7 +43,7 @@ def keep_best_arm(store: Store, study_id: int) -> None:
     Raises:
         InputError: The ledger cannot be written.
     """
-    keep_best(store, study_id, find_best_arm(answer(store, study_id, intervals=False)))
+    keep_best(store, study_id, find_best_arm(answer(store, study_id, intervals=False, importances=False)))
 
 
 def best_arm_text(best: dict[str, Any] | None) -> str:

@@ -83,7 +83,9 @@ class Report(Answer):
         return files.as_frame(self, part)
 
 
-def report(store: Store, study_id: int, *, which: Stage = "confirm", against: str | None = None) -> Report:
+def report(
+    store: Store, study_id: int, *, which: Stage = "confirm", against: str | None = None, importances: bool = True
+) -> Report:
     """Returns the report of a study, with the answer that `deltalab.study.answers.answer.answer` finds.
 
     Args:
@@ -91,11 +93,12 @@ def report(store: Store, study_id: int, *, which: Stage = "confirm", against: st
         study_id: The id of the study.
         which: The stage whose scores are shown, as in `answer`.
         against: The arm to compare the others with in place of the base, as in `answer`.
+        importances: Whether to find how much each setting of a search explains, as in `answer`.
 
     Raises:
         InputError: There is no such study or arm, or `against` is given for the stage "tune".
     """
-    return Report(**vars(answer(store, study_id, which=which, against=against)))
+    return Report(**vars(answer(store, study_id, which=which, against=against, importances=importances)))
 
 
 def open_report(

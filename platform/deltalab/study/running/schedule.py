@@ -28,7 +28,7 @@ from deltalab.study.planning.tuning_candidates import trial_name
 from deltalab.study.running.activity import Count, Pace, work
 from deltalab.study.running.confirmation import ArmTrials, ConfirmPhase
 from deltalab.study.searching.phase import SearchPhase
-from deltalab.study.specs.method_settings import setting
+from deltalab.study.specs.setting_paths import setting
 from deltalab.study.workers.jobs import Job, Lost
 from deltalab.study.workers.train_stack import failed
 from deltalab.training.train import stackable

@@ -142,17 +142,18 @@ def candidate_results(spec: Mapping[str, Any], store: Store, study_id: int) -> l
     return results
 
 
-def halvings(spec: Mapping[str, Any], store: Store, study_id: int) -> list[Halving]:
+def halvings(spec: Mapping[str, Any], store: Store, study_id: int, results: Sequence[CandidateResult]) -> list[Halving]:
     """Reads from the ledger what successive halving dropped at each rung but the last, as far as the search has come.
 
     Args:
         spec: The study as the ledger has it.
         store: The ledger.
         study_id: The study's id in the ledger.
+        results: The candidates that `candidate_results` returns.
     """
     space = RecordedSpec(spec).search
     objectives = objectives_of(space, store, study_id)
-    feasible = [result for result in candidate_results(spec, store, study_id) if result.infeasible is None]
+    feasible = [result for result in results if result.infeasible is None]
     rungs = [
         objective_points(objectives, {result.number: result.scores for result in feasible if result.rung == rung})
         for rung in range(len(space.rungs))

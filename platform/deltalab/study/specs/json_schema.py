@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 from deltalab.models.hybrids import HYBRIDS, PRESET
 from deltalab.models.spec import MIXER, ModelSpec
 from deltalab.study.specs import budget, engine, ladder_sizes, search_space, seeds, study_file
-from deltalab.study.specs.method_settings import FLOPS, OF_THE_TASK
+from deltalab.study.specs.method_settings import FLOPS
+from deltalab.study.specs.setting_paths import OF_THE_TASK
 from deltalab.tasks import BUILTIN
 from deltalab.training.train import TrainSpec
 

@@ -13,6 +13,7 @@ from deltalab.models.published import written_out
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import is_path
 from deltalab.registry import get_rule
+from deltalab.study.specs.setting_paths import FIXED, OF_THE_TASK, settable
 from deltalab.study.specs.study_file import Change, Method
 from deltalab.tasks import Task
 from deltalab.training.spec import MOST, TrainSpec
@@ -25,9 +26,6 @@ ABSENT = object()
 
 FLOPS = "flops"
 """The key of `train` that gives operations in place of steps."""
-
-OF_THE_TASK = ("vocab_size", "readout")
-"""Settings of the model that the task determines."""
 
 
 def rule_of(rule: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -148,29 +146,6 @@ def _known(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def setting(config: Mapping[str, Any], path: str, where: str) -> Any:
-    """Looks up a setting by its path.
-
-    Args:
-        config: A configuration with every setting spelled out.
-        path: The path, such as `train.lr`.
-        where: The section, which errors name.
-
-    Raises:
-        InputError: There is no such setting.
-    """
-    here: Any = config
-    for part in path.split("."):
-        if not isinstance(here, Mapping) or part not in here:
-            raise unknown("setting", path, _paths(config), where=where)
-        here = here[part]
-    return here
-
-
-_FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
-"""Settings that no study tunes or searches."""
-
-
 def with_values(
     config: Mapping[str, Any], values: Mapping[str, Any], *, where: str, absent: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -214,7 +189,7 @@ def with_values(
         for part in parents:
             here = here.get(part) if isinstance(here, dict) else None
         known = spelled if parents == ["rule"] else here
-        if isinstance(here, dict) and last in known and parents and path not in _FIXED:
+        if isinstance(here, dict) and last in known and parents and path not in FIXED:
             here[last] = value
         elif "rule" in values and parents[:1] == ["rule"]:
             knob = path.removeprefix("rule.")
@@ -224,13 +199,5 @@ def with_values(
                 f"when: {{rule: [RULE, ...]}}"
             )
         else:
-            raise unknown("setting", path, _paths(config), where=where)
+            raise unknown("setting", path, settable(config), where=where)
     return changed
-
-
-def _paths(config: Mapping[str, Any], under: str = "") -> list[str]:
-    """Lists the paths of all settings that a study may tune or search."""
-    paths = []
-    for key, value in config.items():
-        paths += _paths(value, f"{under}{key}.") if isinstance(value, dict) else [f"{under}{key}"]
-    return [path for path in paths if path not in _FIXED]

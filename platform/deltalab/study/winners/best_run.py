@@ -123,7 +123,7 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
 
 def _best_arm(store: Store, study_id: int, task: str) -> tuple[str, str]:
     """The arm with the best score in the report's table, or the base if no arm is better; and a text on its verdict."""
-    table = next(table for table in answer(store, study_id).tables if table.task == task)
+    table = next(table for table in answer(store, study_id, importances=False).tables if table.task == task)
     best = table.best
     if best is None:
         raise InputError(f"no arm has a score on task '{task}' yet: run the study first, or name one with --arm")
