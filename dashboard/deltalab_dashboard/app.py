@@ -1,13 +1,16 @@
 """The script that `platform dashboard` starts: it opens the ledger, offers its studies, and runs the page."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import streamlit as st
 
 from deltalab.errors import InputError
+from deltalab.store import trainings
 from deltalab.store.studies import shelf
 from deltalab.store.studies.shelf import ListedStudy
+from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab_dashboard import address
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.text import badge, label, plain
@@ -90,20 +93,50 @@ def choose(studies: list[ListedStudy]) -> None:
     st.sidebar.markdown(badge(rows[study_id]))
 
 
-def _page(view: View) -> Any:
-    """Makes the Streamlit page of a view."""
-    is_first = view is VIEWS["Study"][0]
-    return st.Page(f"views/{view.name}.py", title=view.title, icon=f":material/{view.icon}:", default=is_first)
+def empty_views() -> set[str]:
+    """Returns the pages that have nothing to show of the chosen study. The navigation leaves them out.
+
+    The page Trial needs a trial, which a click on the page Trials chooses.
+    """
+    spec = RecordedSpec(ledger().study(st.session_state[STUDY]).spec)
+    shown = {
+        "search": spec.is_search,
+        "sensitivity": bool(spec.tuned),
+        "ladder": spec.is_ladder,
+        "trainings": trainings.has_trainings(ledger()),
+        "trial": False,
+    }
+    return {name for name, is_shown in shown.items() if not is_shown}
+
+
+def _page(view: View, hidden: Collection[str]) -> Any:
+    """Makes the Streamlit page of a view. A hidden page still opens by its address."""
+    return st.Page(
+        f"views/{view.name}.py",
+        title=view.title,
+        icon=f":material/{view.icon}:",
+        default=view is VIEWS["Study"][0],
+        visibility="hidden" if view.name in hidden else "visible",
+    )
 
 
 def main() -> None:
     """Draws the navigation, the choice of a study, and the page that the reader opened."""
     st.set_page_config(page_title="deltalab", page_icon=ICON, layout="wide")
-    page = st.navigation({section: [*map(_page, views)] for section, views in VIEWS.items()})
+    studies: list[ListedStudy] = []
+    hidden: set[str] = set()
+    failure: InputError | None = None
     try:
         studies = shelf.listed(ledger())
         if studies:
             choose(studies)
+            hidden = empty_views()
+    except InputError as error:
+        failure = error
+    page = st.navigation({section: [_page(view, hidden) for view in views] for section, views in VIEWS.items()})
+    try:
+        if failure:
+            raise failure
         if studies or page.url_path in WITHOUT_STUDIES:
             parameters, above = address.parameters(), st.container()
             page.run()

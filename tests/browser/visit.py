@@ -45,12 +45,16 @@ class Visit:
         settle(self.page)
 
     def pages(self) -> list[str]:
-        """The addresses of the pages that the navigation offers."""
+        """The addresses of the pages that the navigation offers, and that of a trial's page, which a table opens."""
         links = self.page.get_by_test_id("stSidebarNavLink").all()
-        return [urlsplit(str(link.get_attribute("href"))).path.strip("/") for link in links]
+        return [*(urlsplit(str(link.get_attribute("href"))).path.strip("/") for link in links), "trial"]
 
     def turn_to(self, path: str) -> None:
-        """Turns to a page by its link in the navigation."""
+        """Turns to a page by its link in the navigation, or by its address without a link."""
+        if path == "trial":
+            self.page.goto(f"{self.url}/trial?{urlsplit(self.page.url).query}")
+            settle(self.page)
+            return
         link = self.page.locator(f"[data-testid=stSidebarNavLink][href$='/{path}']").first
         link.click()
         self.page.wait_for_function("path => location.pathname === '/' + path", arg=path)

@@ -7,13 +7,15 @@ import altair as alt
 import numpy as np
 import pandas as pd
 import pytest
+import streamlit as st
 from numpy.typing import NDArray
 from tests.support.ledgers import BASE, BOUNDED, begin, charts, open_page, record, texts
 
 from deltalab.store import Store
 from deltalab.study.reports.report import report
 from deltalab.study.reports.sentence import sentence
-from deltalab_dashboard import colors
+from deltalab_dashboard import app, colors
+from deltalab_dashboard.charts import task_table
 from deltalab_dashboard.downloads import to_csv, to_latex, to_png, to_svg, zoom
 
 Array = NDArray[np.float64]
@@ -168,11 +170,45 @@ def test_the_page_says_the_sentence_and_draws_each_seed(store: Store, ablation: 
 
 
 def test_the_url_keeps_costs_and_the_order_of_the_arms(ablation: int) -> None:
-    table = open_page(tables="true", costs="true", order="by score").dataframe[1].value
-    assert "us/token" in table
-    assert list(table["arm"]) == ["no_*d*", "base", "late"], "bits per byte: lower is better; late did not run"
+    app = open_page(tables="true", costs="true", order="by score")
+    table, costs = (each.value for each in app.dataframe[2:4])
+    assert "us/token" in costs
+    assert "us/token" not in table, "beside the answer, the costs would be beyond the edge of the screen"
+    assert list(table["arm"]) == list(costs["arm"]) == ["no_*d*", "base", "late"], (
+        "bits per byte: lower is better; late did not run"
+    )
     assert "us/token" not in open_page(tables="true").dataframe[1].value
     assert len(open_page().dataframe) == 0, "exact tables are drawn if they are asked for"
+
+
+def test_a_long_table_has_no_empty_row(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = begin(store, "many", changes={f"arm_{at}": {"x": [0, at]} if at else {} for at in range(13)})
+    for at in range(13):
+        record(store, study, f"arm_{at}", "mqar", BASE)
+    heights: list[Any] = []
+    monkeypatch.setattr(task_table.downloads, "sortable", lambda *_, **options: heights.append(options["height"]))
+    task_table.draw_task(report(store, study).tables[0], "many", task_table.ORDERS[0], costs=False)
+    assert heights == ["content"]
+
+
+def test_tracebacks_are_one_click_away(store: Store) -> None:
+    study = begin(store, "broken", changes={"base": {}, "lost": {"x": [0, 1]}})
+    record(store, study, "base", "mqar", BASE)
+    record(store, study, "lost", "mqar", BASE, state="failed", error="RuntimeError: boom")
+    [link] = open_page().get("page_link")
+    assert link.proto.query_string == "study=1+broken&states=failed"
+    [listed] = open_page("trials.py", states="failed").dataframe
+    assert list(listed.value["state"]) == ["failed"]
+
+
+def test_the_menu_has_the_pages_with_something_to_show(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = begin(store, "plain", changes={"base": {}}, tune={})
+    tuned = begin(store, "tuned", changes={"base": {}})
+    monkeypatch.setattr(app, "ledger", lambda: store)
+    monkeypatch.setattr(st, "session_state", {"study": plain})
+    assert app.empty_views() == {"search", "sensitivity", "ladder", "trainings", "trial"}
+    monkeypatch.setattr(st, "session_state", {"study": tuned})
+    assert "sensitivity" not in app.empty_views()
 
 
 def test_a_study_of_several_tasks_shows_the_mean_over_them_first(store: Store) -> None:

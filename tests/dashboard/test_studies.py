@@ -1,10 +1,13 @@
 """The list of studies, two studies side by side, and what an address asks for that a page does not have."""
 
 import pytest
-from tests.support.ledgers import begin, cells, open_page, texts
+from tests.support.ledgers import BOUNDED, begin, cells, open_page, record, texts
 
 from deltalab.store import Store
 from deltalab.store.studies import shelf
+from deltalab.study.reports.report import report
+from deltalab.study.reports.study_diff import side_of_study
+from deltalab_dashboard.views import compare
 
 
 def test_the_list_finds_studies_and_leaves_out_hidden_ones(store: Store, ablation: int) -> None:
@@ -48,11 +51,21 @@ def test_two_arms_of_a_study_have_overlaid_curves(store: Store, ablation: int) -
     assert "base of ablation (id 1)" in str(list(app.table[0].value.columns)).replace("\\", "")
 
 
+def test_bands_stay_within_what_the_metric_can_be(store: Store) -> None:
+    study = begin(store, "bounded", changes={"base": {}}, tasks=BOUNDED)
+    record(store, study, "base", "mqar", [1.0, 1.0, 0.9])
+    row = store.study(study)
+    whole = compare.Choice(row, side_of_study(row, store.arms(study)), report(store, study), None)
+    [*_, last] = compare.mean_curves(store, whole, ["base"], "mqar", "accuracy", "test")
+    assert last["high"] == 1.0
+    assert last["low"] < 0.9
+
+
 def test_two_arms_of_a_study_are_tested_against_each_other(store: Store, ablation: int) -> None:
     app = open_page("compare.py", study="1 ablation", what="arms", left_arm="no_*d*", right_arm="base")
     figures = dict(zip(*list(cells(app.table[0].value).values())[::2], strict=True))
     assert figures["difference"].startswith("+0.400 [")
-    assert figures["verdict"] == "better"
+    assert figures["verdict"] == "▲ better"
     said = texts(app)
     assert "Differences, p and verdicts are against no_*d*. Compared with no_*d*, while the study was planned" in said
     plain = open_page("compare.py", study="1 ablation", what="arms", left_arm="base", right_arm="no_*d*")

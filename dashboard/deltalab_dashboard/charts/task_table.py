@@ -1,6 +1,7 @@
 """Draws a study's arms on one task: a table that readers can sort, and a chart of the differences from the base."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.study.answers.rows import Row, TaskTable
-from deltalab.study.reports.columns import Column, columns
+from deltalab.study.reports.columns import Column, Group, columns
 from deltalab.study.reports.lines import caption, metrics_caption, metrics_cells, metrics_headers
 from deltalab.study.reports.sentence import short_verdict
 from deltalab_dashboard import downloads
@@ -19,8 +20,10 @@ from deltalab_dashboard.text import bullets, plain
 
 ORDERS = ("as in the study", "by score", "by difference", "by p")
 """The orders in which a table can list the arms."""
-ROWS = 12
+ROWS = 30
 """The most rows of a table that are in view at a time. A longer table scrolls."""
+ROW_PIXELS = 31
+"""The height of a row of a table."""
 FIRST = ("arm", "verdict", "difference", "p", "score")
 """The columns that come first in a table on a page, each by its key, or by its heading if it has no key.
 
@@ -35,23 +38,16 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
         table: The arms on the task.
         study: The name of the study.
         order: One of `ORDERS`.
-        costs: Whether the table shows the costs and the tuned values of the arms.
+        costs: Whether a second table shows the costs and the tuned values of the arms.
     """
     st.subheader(plain(caption(table)), anchor=table.task.replace(" ", "-"))
     table = replace(table, rows=sorted_rows(table, order))
-    frame, columns = typed_table(table, costs)
-    best = table.best
-    downloads.sortable(
-        frame.style.apply(
-            lambda row: ["font-weight: bold" if best and row["arm"] == best.arm else ""] * len(row), axis=1
-        ),
-        f"{study} {table.task}",
-        text=text_table(table, costs),
-        columns=columns,
-        height="content" if len(frame) <= ROWS else 36 * (ROWS + 1),
-        placeholder="",
-        alt=f"The arms on {caption(table)}",
-    )
+    groups: list[Group] = ["name", "answer", "tuned"] if table.split == "validation" else ["name", "answer"]
+    _draw_columns(table, groups, f"{study} {table.task}", f"The arms on {caption(table)}")
+    if costs and not table.over:
+        # A table of its own: beside the answer, the last columns would be beyond the edge of a screen.
+        groups = ["name", "cost", "tuned"]
+        _draw_columns(table, groups, f"{study} {table.task} costs", f"What the arms cost on {caption(table)}")
     rows, seeds = difference_rows(table)
     if len(rows):
         differences = "; ".join(
@@ -77,6 +73,23 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
             st.markdown(bullets(table.notes))
 
 
+def _draw_columns(table: TaskTable, groups: Sequence[Group], name: str, description: str) -> None:
+    """Draws the columns of the given groups, the best arm in bold."""
+    frame, config = typed_table(table, groups)
+    best = table.best
+    downloads.sortable(
+        frame.style.apply(
+            lambda row: ["font-weight: bold" if best and row["arm"] == best.arm else ""] * len(row), axis=1
+        ),
+        name,
+        text=text_table(table, groups),
+        columns=config,
+        height="content" if len(frame) <= ROWS else ROW_PIXELS * (ROWS + 1),
+        placeholder="",
+        alt=description,
+    )
+
+
 def sorted_rows(table: TaskTable, order: str) -> list[Row]:
     """Returns the rows of a task in one of the `ORDERS`.
 
@@ -95,14 +108,14 @@ def sorted_rows(table: TaskTable, order: str) -> list[Row]:
     return table.rows if order == ORDERS[0] else sorted(table.rows, key=key)
 
 
-def typed_table(table: TaskTable, costs: bool) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Returns the table of a task with typed values, and its `column_config` for Streamlit.
+def typed_table(table: TaskTable, groups: Sequence[Group]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Returns the given groups of columns with typed values, and their `column_config` for Streamlit.
 
     Typed values let a reader sort a column of numbers by their size.
     """
     frame: dict[str, list[Any]] = {}
     config: dict[str, Any] = {}
-    for column in _in_order(_columns(table, costs)):
+    for column in _in_order(columns(table, *groups)):
         head = _head(column, table)
         if column.key == "verdict":
             frame[head] = [verdict_text(row) for row in table.rows]
@@ -116,40 +129,29 @@ def typed_table(table: TaskTable, costs: bool) -> tuple[pd.DataFrame, dict[str, 
                 config[head] = st.column_config.TextColumn(help=column.help)
         if column.bounds_head:
             frame[column.bounds_head] = [column.text(row).partition(" ")[2] for row in table.rows]
-        if column.group == "name":
+        if column.group == "name" and "answer" in groups:
             frame["best"] = ["★ best" if row is table.best else "" for row in table.rows]
             best_help = "The best mean. Only the verdict says whether it beats the base."
             config["best"] = st.column_config.TextColumn(help=best_help)
     return pd.DataFrame({head: cells for head, cells in frame.items() if any(map(_is_known, cells))}), config
 
 
-def text_table(table: TaskTable, costs: bool) -> list[dict[str, str]]:
-    """Returns the table of a task as text, as the report writes it. The downloaded files hold this text."""
+def text_table(table: TaskTable, groups: Sequence[Group]) -> list[dict[str, str]]:
+    """Returns the given groups of columns as text, as the report writes it. The downloaded files hold this text."""
     rows: list[dict[str, str]] = []
     for row in table.rows:
-        texts = {_head(column, table): column.text(row) for column in _columns(table, costs)}
-        texts["verdict"] = verdict_text(row)
+        texts = {_head(column, table): column.text(row) for column in columns(table, *groups)}
+        if "verdict" in texts:
+            texts["verdict"] = verdict_text(row)
         texts["arm"] += " ★" if row is table.best else ""
         rows.append(texts)
     return rows
 
 
-def _columns(table: TaskTable, costs: bool) -> list[Column]:
-    """Returns the columns to show.
-
-    A table of the stage `tune` shows the tuned values even if `costs` is false.
-    """
-    if costs:
-        return columns(table, "name", "answer", "cost", "tuned")
-    if table.split == "validation":
-        return columns(table, "name", "answer", "tuned")
-    return columns(table, "name", "answer")
-
-
-def _in_order(columns: list[Column]) -> list[Column]:
+def _in_order(shown: list[Column]) -> list[Column]:
     """Moves the columns of `FIRST` to the front."""
     places = {key: at for at, key in enumerate(FIRST)}
-    return sorted(columns, key=lambda column: places.get(column.key or column.head, len(FIRST)))
+    return sorted(shown, key=lambda column: places.get(column.key or column.head, len(FIRST)))
 
 
 def _head(column: Column, table: TaskTable) -> str:

@@ -24,7 +24,7 @@ from deltalab_dashboard.charts.arms_by_tasks import LEGEND, pivot
 from deltalab_dashboard.charts.task_table import ORDERS, draw_task
 from deltalab_dashboard.colors import BASE, MARKS, arm_colors
 from deltalab_dashboard.downloads import chart, table, table_files
-from deltalab_dashboard.frame import show
+from deltalab_dashboard.frame import STUDY, show
 from deltalab_dashboard.progress import draw_progress
 from deltalab_dashboard.text import badge, bullets, plain
 
@@ -118,7 +118,14 @@ def verdict(report: Report) -> None:
         rest = [f"and {len(lines) - FAILURES} more"] if len(lines) > FAILURES else []
         with st.container(horizontal=True, vertical_alignment="center"):
             st.error(bullets([*lines[:FAILURES], *rest]))
-            st.page_link("views/trials.py", label="Tracebacks", icon=":material/list:", width="content")
+            failed = {STUDY: st.query_params.get(STUDY, ""), "states": "failed"}
+            st.page_link(
+                "views/trials.py",
+                label="Tracebacks",
+                icon=":material/list:",
+                width="content",
+                query_params=failed,
+            )
 
 
 def at_a_glance(store: Store, study: Study, report: Report) -> None:

@@ -17,8 +17,10 @@ from deltalab.study.answers.wording import format_metric
 from deltalab.study.reports.columns import cells, columns, headers
 from deltalab.study.reports.report import Report
 from deltalab.study.reports.study_diff import SettingDiff, Side, StudyDiff, arm_diff, side_of_study, study_diff
+from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab.study.specs.setting_text import setting_text
 from deltalab_dashboard import cache, colors, downloads
+from deltalab_dashboard.charts.task_table import verdict_text
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.text import badge, label, plain
 
@@ -204,6 +206,7 @@ def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, st
         row = choice.row(task, choice.arm)
         table = choice.table(task)
         figures = dict(zip(headers(table), cells(row, columns(table)), strict=True)) if row else {}
+        figures |= {"verdict": verdict_text(row)} if row else {}
         more = {f"{name} (not tested)": format_metric(mean) for name, mean in row.metrics.items()} if row else {}
         both.append(figures | more)
     for name in dict.fromkeys([*both[0], *both[1]]):
@@ -219,6 +222,7 @@ def arm_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]
         names = [table.metric, "difference", "verdict"]
         for row in table.rows:
             figures = dict(zip(headers(table), cells(row, columns(table)), strict=True))
+            figures["verdict"] = verdict_text(row)
             line = lines.setdefault(row.arm, {"arm": row.arm})
             line |= {f"{name}, id {choice.study.id}": figures[name] for name in names}
     names = list(dict.fromkeys(name for line in lines.values() for name in line))
@@ -285,12 +289,14 @@ def mean_curves(
         if trial.task == task and trial.stage == "confirm" and trial.values == tuned.get(trial.arm)
     }
     trials = [key for _, key in keys]
+    judged = recorded_tasks(choice.study)[task]
+    bounds = judged.bounds if metric == judged.metric else None
     values: dict[tuple[str, int], list[float]] = {}
     for point in store.curves(choice.study.id, task, metric, split, max_points=POINTS, trials=trials):
         if (point.arm, point.trial) in keys:
             values.setdefault((point.arm, point.step), []).append(point.value)
     for (arm, step), of_seeds in values.items():
-        interval = mean_interval(of_seeds)
+        interval = mean_interval(of_seeds, bounds)
         yield {
             "which": choice.name,
             "arm": arm,

@@ -193,6 +193,13 @@ def trainings(store: Ledger, study: Study | None = None) -> list[TrainingRow]:
 
 
 @waited
+def has_trainings(store: Ledger) -> bool:
+    """Whether any training is recorded."""
+    with store._reading() as session:
+        return session.scalar(select(Training.id).limit(1)) is not None
+
+
+@waited
 def measured(store: Ledger) -> list[tuple[str, str]]:
     """Returns the pairs (split, metric) for which trainings have curves. Results of `platform eval` are left out."""
     rows = (

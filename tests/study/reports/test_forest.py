@@ -51,7 +51,8 @@ def test_arms_stand_by_their_effect_with_mark_interval_p_and_seeds(answer: Repor
     assert "b" not in found.opened, "names are text"
     base, better, *_ = found.rows
     [difference] = [row.difference for row in answer.tables[0].rows if row.arm == "better" and row.difference]
-    assert f"▲ better by over 0.01, +0.031 [{difference.low:+.3f}, {difference.high:+.3f}], p 0.008" in better
+    told = ("▲ better by over 0.01", f"+0.031 [{difference.low:+.3f}, {difference.high:+.3f}]", "p 0.008")
+    assert [text for text in better if text in told] == [*told]
     assert [better.count(f".{name}") for name in ("margin", "zero", "interval", "mean", "seed")] == [1, 1, 1, 1, 8]
     assert base.count(".seed") == 0
     assert base[-1] == "lr 0.01", "the base has no cost beside itself"
@@ -73,6 +74,13 @@ def test_seeds_that_did_not_finish_are_told(store: Store) -> None:
     record(store, study, "base", "mqar", BASE)
     record(store, study, "late", "mqar", [*BASE[:7], float("nan")])
     assert "1 of 8 seeds did not finish" in forest(report(store, study))
+
+
+def test_a_difference_over_some_of_the_seeds_says_over_which(store: Store) -> None:
+    study = begin(store, "apart", changes={"base": {}, "few": {"x": [0, 1]}})
+    record(store, study, "base", "mqar", [*BASE, *(score + 0.05 for score in BASE)])
+    record(store, study, "few", "mqar", BASE)
+    assert "over the 8 seeds of both" in forest(report(store, study)), "the means are over 16 and 8 seeds"
 
 
 def test_there_is_no_forest_where_nothing_is_compared(store: Store) -> None:

@@ -9,6 +9,7 @@ from deltalab.study.answers.answer import Answer
 from deltalab.study.answers.rows import Row, TaskTable
 from deltalab.study.answers.wording import format_interval, format_p
 from deltalab.study.reports.sentence import short_verdict
+from deltalab.study.specs.setting_paths import training_part
 
 VERDICTS = {"better": ("▲", "#1f6fd6"), "worse": ("▼", "#c25700"), "equal": ("■", "#6b7280")}
 """The mark and the colour of a decided verdict. Colour-blind readers tell blue from orange."""
@@ -46,7 +47,8 @@ STYLE = """
 .forest .interval { top: .42rem; height: 3px; }
 .forest .mean { top: 0; width: 1em; margin-left: -.5em; text-align: center; font-style: normal; line-height: 1; }
 .forest .seed { top: 1.05rem; width: 5px; height: 5px; margin-left: -2.5px; border-radius: 50%; opacity: .6; }
-.forest .figures, .forest .ends { font-size: .85em; }
+.forest .figures, .forest .ends { font-size: .85em; font-variant-numeric: tabular-nums; }
+.forest .whole { white-space: nowrap; }
 .forest .ends { display: flex; justify-content: space-between; gap: .5rem; }
 @media (max-width: 640px) {
   .forest thead { display: none; }
@@ -157,8 +159,12 @@ def _cell(row: Row, table: TaskTable, axis: Axis) -> str:
             parts.append(f'<i class="seed" style="left: {axis.place(seed):.2f}%; background: {color}"></i>')
     parts.append(f'<i class="mean" style="left: {axis.place(difference.mean):.2f}%; color: {color}">{mark}</i>')
     said = escape(short_verdict(row))
-    figures = f"{escape(format_interval(difference, '+'))}, p {format_p(difference.p)}{lost}"
-    return f'{_plot(*parts)}<span class="figures">{mark} {said}, {figures}</span>'
+    is_paired = not table.over and difference.of_base is None
+    is_of_some = is_paired and len({difference.n, score.n, table.reference.score.n}) > 1
+    pairs = f"; over the {difference.n} seeds of both" if is_of_some else ""
+    figures = [f"{mark} {said}", escape(format_interval(difference, "+")), f"p {format_p(difference.p)}"]
+    whole = ", ".join(f'<span class="whole">{figure}</span>' for figure in figures)
+    return f'{_plot(*parts)}<span class="figures">{whole}{lost}{pairs}</span>'
 
 
 def _plot(*parts: str) -> str:
@@ -175,9 +181,10 @@ def _span(axis: Axis, low: float, high: float) -> str:
 
 
 def _costs(rows: list[Row], tables: list[TaskTable]) -> str:
-    """What an arm costs beside the reference, and the values that it chose, in a line.
+    """What an arm costs beside the reference, and the training that it chose, in a line.
 
-    The costs are those of the first task that has them; a cost of nearly the reference's is left out.
+    Chosen settings of a rule make the arm what it is, and are listed where the arms are. The costs are those of the
+    first task that has them; a cost of nearly the reference's is left out.
     """
     texts: list[str] = []
     for row, table in zip(rows, tables, strict=True):
@@ -189,7 +196,7 @@ def _costs(rows: list[Row], tables: list[TaskTable]) -> str:
                 texts.append(f"{own / reference:.2g}× {name}")
     chosen: dict[str, list[str]] = {}
     for row in rows:
-        for key, value in row.tuned.items():
+        for key, value in training_part(row.tuned).items():
             text = f"{value:.2g}" if isinstance(value, float) else str(value)
             if text not in chosen.setdefault(key, []):
                 chosen[key].append(text)
