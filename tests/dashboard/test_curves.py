@@ -10,7 +10,7 @@ from tests.support.ledgers import BASE, begin, charts, open_page, record, texts
 
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, Study, TrialRecord
 from deltalab.study.specs.recorded_study import recorded_tasks
-from deltalab_dashboard import cache
+from deltalab_dashboard import cache, colors
 from deltalab_dashboard.charts.curve_lines import Curves, curve_points, mean_points
 from deltalab_dashboard.views import curves
 
@@ -115,7 +115,7 @@ def test_the_base_and_the_best_arms_are_drawn_at_first(store: Store) -> None:
     assert chart["layer"][0]["encoding"]["color"]["scale"]["domain"] == names[:6]
     color = charts(open_page("curves.py", others="true"))[0]["layer"][0]["encoding"]["color"]["scale"]
     assert color["domain"] == names
-    assert set(color["range"][6:]) == {"#b4bac4"}, "the arms that are not highlighted are grey"
+    assert set(color["range"][6:]) == {colors.OTHERS}, "the arms that are not highlighted are grey"
 
 
 def test_a_click_in_the_legend_switches_an_arm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +171,30 @@ def test_a_few_metrics_are_read_as_among_all(store: Store, ablation: int) -> Non
     assert {(its, task, split, metric) for its, task, split, metric in store.measured(ablation)} == {
         (one.stage, one.task, one.split, one.metric) for one in every
     }
+
+
+def test_means_alone_are_drawn_from_zero_and_the_base_is_dashed(candidates: int) -> None:
+    [chart, *_] = charts(open_page("curves.py"))
+    assert [layer["mark"]["type"] for layer in chart["layer"]] == ["line", "line", "text"]
+    _, means, names = chart["layer"]
+    assert means["encoding"]["x"]["scale"]["zero"]
+    dashes = means["encoding"]["strokeDash"]["scale"]
+    assert dict(zip(dashes["domain"], dashes["range"], strict=True)) == {"base": [7, 4], "other": [1, 0]}
+    assert names["encoding"]["text"]["field"] == "arm", "no line is told by its colour alone"
+    [chart, *_] = charts(open_page("curves.py", bands="true"))
+    assert [layer["mark"]["type"] for layer in chart["layer"]] == ["line", "area", "line", "text"]
+
+
+def test_one_seed_can_be_picked(candidates: int) -> None:
+    app = open_page("curves.py", seed="2")
+    assert "A thick line is seed 2 of an arm" in texts(app)
+    assert app.query_params["seed"] == "2"
+
+
+def test_names_at_the_ends_of_lines_stand_apart() -> None:
+    ends = [0.9, 0.899, 0.898, 0.1]
+    means = pd.DataFrame({"arm": list("abcd"), "x": 5.0, "step": 5, "smooth": ends})
+    placed = curves.line_ends(means, logarithmic=False).set_index("arm")["at"]
+    assert list(placed.sort_values().index) == ["d", "c", "b", "a"]
+    assert np.diff(placed.sort_values()).min() == pytest.approx(curves.APART * 0.8)
+    assert placed["d"] == pytest.approx(0.1), "a name with room stays at its line"

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import altair as alt
+import numpy as np
 import pandas as pd
 import streamlit as st
 
@@ -25,6 +26,10 @@ BEST = 5
 FEW = 10
 # The name of the selection that a click in the legend makes. It is not "switch", since Vega reserves that word.
 SWITCH = "clicked"
+# The least distance of two names at the ends of lines, as a share of the range of the means.
+APART = 0.045
+# About how many pixels a letter of such a name is wide.
+LETTER = 7
 # A description of the runs whose mean a thick line shows, for each stage.
 RUNS: dict[Stage, str] = {
     "confirm": "the run that each seed chose on validation, as in the report",
@@ -58,10 +63,15 @@ def page(store: Store, study: Study) -> None:
     base = next((arm.name for arm in arms if arm.is_base), None)
     curves = Curves(store, study, arms, name, stage)
     names = [arm.name for arm in arms]
-    picked = st.multiselect("Arms", names, placeholder=f"the base and the best {BEST}", key="arms", bind="query-params")
+    left, right = st.columns([3, 1])
+    picked = left.multiselect(
+        "Arms", names, placeholder=f"the base and the best {BEST}", key="arms", bind="query-params"
+    )
+    seeds = sorted({run.seed for runs in curves.runs.values() for run in runs})
+    seed = right.selectbox("Seed", seeds, index=None, placeholder="the mean of all", key="seed", bind="query-params")
     highlighted = picked or curves.best(base, BEST)
     drawn = [arm for arm in names if arm in highlighted or layers["others"]]
-    runs = [run for arm in drawn for run in curves.runs[arm]]
+    runs = [run for arm in drawn for run in curves.runs[arm] if seed in (None, run.seed)]
     every_point = read_points(store, study, curves, runs, metric, split, axis, smoothing, stage)
     points = on_scales(every_point, scales)
     if not len(every_point):
@@ -80,8 +90,9 @@ def page(store: Store, study: Study) -> None:
     legend = names if len(names) <= FEW else drawn
     title = f"{name}: {metric} on {split}"
     figure = curve_chart(
-        thin, means, {arm: palette[arm] for arm in legend}, drawn, title, axis, scales, bool(smoothing)
-    )
+        thin, means, {arm: palette[arm] for arm in legend}, drawn, title, axis, scales,
+        base=base, smoothed=bool(smoothing), bands=layers["bands"],
+    )  # fmt: skip
     downloads.chart(
         figure,
         f"{study.name} {name} {metric} {split} over {axis}",
@@ -93,9 +104,7 @@ def page(store: Store, study: Study) -> None:
         selection_mode=SWITCH,
     )
     lost = len(every_point) - len(points)
-    captions(
-        curves, drawn, picked or names, set(every_point["arm"]), lost, stage, axis, smoothing, layers["candidates"]
-    )
+    captions(curves, drawn, picked or names, set(every_point["arm"]), lost, stage, axis, smoothing, layers, seed)
     by_length(store, study, curves, drawn, metric, split, stage, {arm: palette[arm] for arm in drawn})
 
 
@@ -103,7 +112,8 @@ def options() -> tuple[str, float, dict[str, bool], dict[str, bool]]:
     """Draws the choices of the axis, the smoothing, the logarithmic scales, and the lines besides the means.
 
     Returns:
-        The axis, the smoothing, whether the scales "x" and "y" are logarithmic, and whether to draw each kind of lines.
+        The axis, the smoothing, whether the scales "x" and "y" are logarithmic, and whether to draw the bands and each
+        kind of lines.
     """
     columns = st.columns([1, 1, 2], vertical_alignment="bottom")
     axis = columns[0].selectbox("Over", list(AXES), key="axis", bind="query-params")
@@ -123,13 +133,14 @@ def options() -> tuple[str, float, dict[str, bool], dict[str, bool]]:
             for name, text, value in (
                 ("logx", "Log x", False),
                 ("logy", "Log y", False),
-                ("seeds", "Seeds", True),
+                ("bands", "Bands", False),
+                ("seeds", "Seeds", False),
                 ("candidates", "All candidates", False),
                 ("others", "Other arms", False),
             )
         }
     scales = {"x": toggles["logx"], "y": toggles["logy"]}
-    return axis, smoothing, scales, {name: toggles[name] for name in ("seeds", "candidates", "others")}
+    return axis, smoothing, scales, {name: toggles[name] for name in ("bands", "seeds", "candidates", "others")}
 
 
 def read_points(
@@ -167,9 +178,12 @@ def curve_chart(
     title: str,
     axis: str,
     scales: Mapping[str, bool],
+    *,
+    base: str | None,
     smoothed: bool,
+    bands: bool,
 ) -> Any:
-    """Draws a thin line for each run, and a thick line with a band for each arm.
+    """Draws a thin line for each run, and a thick line for each arm with the arm's name at its end.
 
     Args:
         thin: The points of the thin lines.
@@ -179,14 +193,16 @@ def curve_chart(
         title: The title of the vertical axis.
         axis: A key of `AXES`.
         scales: Whether the scales "x" and "y" are logarithmic.
+        base: The name of the base, whose line is dashed.
         smoothed: Whether curves are smoothed. If so, a faint line shows the mean of the recorded values.
+        bands: Whether to draw the interval of each mean.
     """
     off = [arm for arm in palette if arm not in drawn]
     x = alt.X(
         "x:Q",
         title=AXES[axis],
         axis=alt.Axis(tickCount=10, format="~s"),
-        scale=alt.Scale(nice=False, type="log" if scales["x"] else "linear"),
+        scale=alt.Scale(nice=False, type="log" if scales["x"] else "linear", zero=not scales["x"]),
     )
     scale = alt.Scale(zero=False, type="log" if scales["y"] else "linear")
     y = alt.Y("smooth:Q", title=title, scale=scale, axis=alt.Axis(tickCount=10))
@@ -196,7 +212,8 @@ def curve_chart(
         sort=None,
         legend=alt.Legend(
             title="click to switch",
-            orient="right",
+            orient="bottom",
+            columns=6,
             labelLimit=0,
             symbolLimit=len(palette),  # Vega-Lite would stop after 30 arms.
             symbolStrokeWidth=3,
@@ -219,19 +236,74 @@ def curve_chart(
             tooltip=["arm:N", "seed:N", "step:Q", value, "state:N"],
         ),
     ]
-    base = alt.Chart(means).encode(x=x, color=color)
-    layers.append(base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", scale=scale, title=title), y2="high:Q"))
+    of_means = alt.Chart(means).encode(x=x, color=color)
+    if bands:
+        layers.append(of_means.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", scale=scale, title=title), y2="high:Q"))
     if smoothed:
-        layers.append(base.mark_line(strokeWidth=1.5, opacity=0.3).encode(y=alt.Y("value:Q", title=title, scale=scale)))
+        faint = alt.Y("value:Q", title=title, scale=scale)
+        layers.append(of_means.mark_line(strokeWidth=1.5, opacity=0.3).encode(y=faint))
     tooltip = [
         "arm:N",
         "step:Q",
         *(alt.Tooltip(f"{name}:Q", format=".4f") for name in ("smooth", "low", "high")),
         "n:Q",
     ]
-    layers.append(base.mark_line(strokeWidth=3, point=dots).encode(y=y, tooltip=tooltip))
+    dashes = alt.Scale(domain=list(palette), range=[[7, 4] if arm == base else [1, 0] for arm in palette])
+    dash = alt.StrokeDash("arm:N", scale=dashes, legend=None)
+    layers.append(of_means.mark_line(strokeWidth=2.5, point=dots).encode(y=y, strokeDash=dash, tooltip=tooltip))
+    ends = line_ends(means, logarithmic=scales["y"])
+    layers.append(
+        alt.Chart(ends)
+        .mark_text(align="left", dx=6, fontSize=12, clip=False)
+        .encode(x=x, y=alt.Y("at:Q", title=title, scale=scale), text="arm:N", color=color)
+    )
     click = alt.selection_point(name=SWITCH, fields=["arm"], bind="legend", toggle="true")
-    return alt.layer(*layers).add_params(click, downloads.zoom())
+    # Names at the ends of lines need room beside the axes. The dashes of runs and of arms have scales of their own.
+    right = 20 + LETTER * max((len(arm) for arm in drawn), default=0)
+    return (
+        alt.layer(*layers)
+        .resolve_scale(strokeDash="independent")
+        .properties(padding={"left": 5, "top": 5, "bottom": 5, "right": right})
+        .add_params(click, downloads.zoom())
+    )
+
+
+def line_ends(means: pd.DataFrame, *, logarithmic: bool) -> pd.DataFrame:
+    """Returns a row for each arm with the end of its line, and the height `at` at which its name is written.
+
+    Names that would cover one another are moved apart by `APART` of the chart's height, as little as that takes.
+
+    Args:
+        means: The points of the lines.
+        logarithmic: Whether the vertical scale is logarithmic.
+    """
+    ends = means.sort_values("x").groupby("arm", sort=False, as_index=False).last()[["arm", "x", "smooth"]]
+    heights = np.log(means["smooth"]) if logarithmic else means["smooth"]
+    gap = APART * float(heights.max() - heights.min())
+    ends["at"] = np.log(ends["smooth"]) if logarithmic else ends["smooth"]
+    ends = ends.sort_values("at", ignore_index=True)
+    wanted = ends["at"].to_numpy() - gap * np.arange(len(ends))
+    ends["at"] = in_order(wanted) + gap * np.arange(len(ends))
+    if logarithmic:
+        ends["at"] = np.exp(ends["at"])
+    return ends
+
+
+def in_order(values: np.ndarray) -> np.ndarray:
+    """Returns the nearest values, by squares, of which none is below the one before it.
+
+    Examples:
+        >>> in_order(np.array([0.0, 3.0, 1.0, 5.0])).tolist()
+        [0.0, 2.0, 2.0, 5.0]
+    """
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] > mean:  # Blocks in the wrong order have one mean.
+            before, size = blocks.pop()
+            mean, count = (before * size + mean * count) / (size + count), size + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
 
 
 def switch(key: str, drawn: Sequence[str]) -> None:
@@ -257,7 +329,8 @@ def captions(
     stage: Stage,
     axis: str,
     smoothing: float,
-    candidates: bool,
+    layers: Mapping[str, bool],
+    seed: int | None,
 ) -> None:
     """Draws captions that explain the lines, and that name what is not drawn.
 
@@ -270,14 +343,21 @@ def captions(
         stage: The stage of the runs.
         axis: A key of `AXES`.
         smoothing: The smoothing, as in `curve_points`.
-        candidates: Whether each thin line is the mean of a candidate instead of the curve of a seed.
+        layers: Whether to draw the bands and each kind of lines, as `options` returns it.
+        seed: The seed that is drawn alone. None if the mean of all is drawn.
     """
-    thin = "a candidate's mean over its seeds" if candidates else "a seed"
-    lines = [
-        f"A thick line is an arm's mean over the seeds that finished, of {RUNS[stage]}. A thin line is {thin}.",
+    whose = "an arm's mean over the seeds that finished" if seed is None else f"seed {seed} of an arm"
+    lines = [f"A thick line is {whose}, of {RUNS[stage]}. The base is dashed."]
+    if layers["candidates"]:
+        lines.append("A thin line is a candidate's mean over its seeds.")
+    elif layers["seeds"]:
+        lines.append("A thin line is a seed.")
+    lines.append(
         "The band is the 95% t interval of that mean at each point by itself, as in the report's column of means. "
-        "Whether two arms differ is tested on the page Answer, not by whether their bands overlap.",
-    ]
+        "Whether two arms differ is tested on the page Answer, not by whether their bands overlap."
+        if layers["bands"]
+        else "Whether two arms differ is tested on the page Answer, not by whether their lines cross."
+    )
     if smoothing:
         lines.append(
             f"Smoothed: in the moving average of a run, each point weighs {smoothing:g} times the next. The faint line "
