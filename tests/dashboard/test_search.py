@@ -28,12 +28,13 @@ def searched(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int) -> None:
     app = open_page("search.py")
+    assert not app.code, "the view Method has the commands"
     assert "The best accuracy on validation is 0.900, by found_1 (fast start). The base, tuned, has 0.700." in texts(
         app
     )
     front = cells(app.table[0].value)
     assert front["what it is"] == ["", "fast start", "no decay"]
-    assert [code.value for code in app.code] == [
+    assert [code.value for code in open_page("search.py", view="Method").code] == [
         "pip install optuna-dashboard\nplatform study export-optuna s s.optuna.db\n"
         "optuna-dashboard sqlite:///s.optuna.db"
     ]
@@ -49,8 +50,12 @@ def test_a_candidate_has_the_name_that_the_report_gives_it(searched: int) -> Non
 
 
 def test_every_chart_of_a_search_is_there(searched: int) -> None:
-    front, _, settings, setting, two_settings, growth = charts(open_page("search.py"))
-    assert [layer["mark"]["type"] for layer in front["layer"]] == ["line", "point", "text"]
+    [front] = charts(open_page("search.py"))
+    settings, setting, two_settings = charts(open_page("search.py", view="Settings"))
+    [importances] = charts(open_page("search.py", view="What mattered"))
+    [growth] = charts(open_page("search.py", view="Method"))
+    assert importances["layer"][0]["encoding"]["y"]["field"] == "path"
+    assert [layer["mark"]["type"] for layer in front["layer"]][:3] == ["line", "point", "text"]
     assert settings["layer"][0]["encoding"]["detail"]["field"] == "candidate"
     assert setting["layer"][0]["encoding"]["x"]["title"] == "rule.decay", "what explains most stands first"
     assert two_settings["mark"]["type"] == "rect"
@@ -58,9 +63,14 @@ def test_every_chart_of_a_search_is_there(searched: int) -> None:
 
 
 def test_the_url_restores_the_views_of_a_search(searched: int) -> None:
+    asked = {"objective": "state_size", "against": "accuracy", "zoom": "true"}
+    app = open_page("search.py", **asked)
+    [front] = charts(app)
+    assert front["layer"][1]["encoding"]["y"]["title"] == "state_size (lower is better)"
+    assert front["layer"][1]["encoding"]["x"]["title"] == "accuracy (higher is better)"
+    assert {key: app.query_params[key] for key in asked} == asked
     asked = {
-        "objective": "state_size",
-        "against": "accuracy",
+        "view": "Settings",
         "highlight": "The best tenth by accuracy",
         "setting": "train.lr",
         "score": "flops_per_token",
@@ -68,15 +78,38 @@ def test_the_url_restores_the_views_of_a_search(searched: int) -> None:
         "down": "train.lr",
     }
     app = open_page("search.py", **asked)
-    front, _, _, setting, two_settings, _ = charts(app)
-    assert front["layer"][1]["encoding"]["y"]["title"] == "state_size (lower is better)"
-    assert front["layer"][1]["encoding"]["x"]["title"] == "accuracy (higher is better)"
+    _, setting, two_settings = charts(app)
     assert setting["layer"][0]["encoding"]["x"]["scale"]["type"] == "log"
     assert setting["layer"][0]["encoding"]["y"]["title"] == "flops_per_token (lower is better)"
     assert two_settings["encoding"]["x"]["title"] == "rule.start"
     assert app.selectbox(key="highlight").value == "The best tenth by accuracy"
     assert "have no rule.start, and are left out" in texts(app)
     assert {key: app.query_params[key] for key in asked} == asked
+
+
+def test_scores_are_linear_and_the_zoom_reaches_to_the_finalists() -> None:
+    far = row("7", "dominated", 0.001, 100_000, rule_decay="none", train_lr=0.5)
+    wide = replace(TABLE, rows=[*TABLE.rows, far])
+    for zoomed, ends in ((False, [0.001, 0.9]), (True, [0.5, 0.9])):
+        drawn = by_objectives(wide, "accuracy@mqar", "flops_per_token", zoomed=zoomed)
+        assert drawn is not None
+        encoding = drawn[0].to_dict()["layer"][1]["encoding"]
+        assert (encoding["y"]["scale"]["type"], encoding["y"]["scale"]["domain"]) == ("linear", ends)
+        assert encoding["x"]["scale"]["type"] == ("linear" if zoomed else "log"), "a cost"
+
+
+def test_names_of_arms_do_not_cover_one_another() -> None:
+    near = [row(f"found_{at}", "finalist", 0.9, 200 + at / 1000, rule_decay="none", train_lr=0.5) for at in range(5)]
+    drawn = by_objectives(replace(TABLE, rows=[*TABLE.rows[:1], *near]), "accuracy@mqar", "flops_per_token")
+    assert drawn is not None
+    spec = drawn[0].to_dict()
+    named = [
+        (layer["mark"]["dx"], layer["mark"]["dy"], len(spec["datasets"][layer["data"]["name"]]))
+        for layer in spec["layer"]
+        if layer["mark"]["type"] == "text"
+    ]
+    assert sum(count for *_, count in named) == 6
+    assert max(count for *_, count in named) <= 2, "the base and one of the five"
 
 
 def row(name: str, kind: str, accuracy: float, flops: float, **settings: Any) -> dict[Any, Any]:
@@ -122,11 +155,11 @@ def datasets(drawn: Any) -> list[list[dict[str, Any]]]:
 def test_the_front_is_a_line_of_steps_up_to_the_worst_values() -> None:
     drawn = by_objectives(TABLE, "accuracy@mqar", "flops_per_token")
     assert drawn is not None
-    stairs, points, names = datasets(drawn[0])
+    stairs, points, *names = datasets(drawn[0])
     assert [(step["across"], step["down"]) for step in stairs] == [(100, 0.4), (100, 0.6), (200, 0.9), (200, 0.9)]
     assert drawn[0].to_dict()["layer"][0]["mark"]["interpolate"] == "step-after"
     assert {point["candidate"] for point in points} == {"base", "found_1", "3", "4"}, "not the one without a score"
-    assert {name["candidate"] for name in names} == {"base", "found_1"}
+    assert {name["candidate"] for of_place in names for name in of_place} == {"base", "found_1"}
     assert points[-1]["candidate"] == "base", "drawn last, on top"
     turned = by_objectives(TABLE, "flops_per_token", "accuracy@mqar")
     assert turned is not None
@@ -143,7 +176,7 @@ def test_no_line_joins_what_is_no_better_than_chance() -> None:
     idle = row("6", "no better than chance", 0.4, 90, rule_decay="none", train_lr=0.5)
     drawn = by_objectives(replace(TABLE, rows=[*TABLE.rows, idle]), "accuracy@mqar", "flops_per_token")
     assert drawn is not None
-    stairs, points, _ = datasets(drawn[0])
+    stairs, points, *_ = datasets(drawn[0])
     assert min(step["across"] for step in stairs) == 100
     assert "6" in {point["candidate"] for point in points}
 
@@ -253,11 +286,11 @@ def test_tuning_that_has_just_begun(store: Store) -> None:
 
 def test_the_base_of_a_search_has_its_tuning(searched: int) -> None:
     app = open_page("sensitivity.py")
-    assert "The page Search shows its candidates." in texts(app)
+    assert "The page Search shows the search's candidates." in texts(app)
     assert cells(app.table[0].value)["arm"] == ["base", "found_1", "found_2"]
 
 
-def test_only_the_page_search_asks_what_each_setting_explains(searched: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_view_asks_what_each_setting_explains(searched: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grown: list[int] = []
     trees = importance._trees
 
@@ -270,4 +303,6 @@ def test_only_the_page_search_asks_what_each_setting_explains(searched: int, mon
         open_page(page)
     assert not grown, "a forest takes seconds"
     open_page("search.py")
+    assert not grown
+    open_page("search.py", view="What mattered")
     assert grown

@@ -4,16 +4,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import altair as alt
 import pandas as pd
 
 from deltalab.statistics.pareto import front
 from deltalab.study.searching.candidate_names import titles
+from deltalab.study.specs.budget import COSTS
 from deltalab.study.specs.search_space import Search
 from deltalab_dashboard.charts.axes import Axis, axis
-from deltalab_dashboard.colors import ACCENT, BASE, OTHERS, PALETTE, UNDECIDED
+from deltalab_dashboard.colors import ACCENT, BASE, OTHERS, PALETTE, UNDECIDED, WORSE
 from deltalab_dashboard.text import setting
 
 if TYPE_CHECKING:
@@ -39,6 +40,26 @@ BINS = 8
 """The number of parts of a setting's range. The scores within a part are averaged."""
 ABSENT = -0.16
 """The height at which a line passes the axis of a setting that the candidate does not have. It is below the axis."""
+
+
+WIDTH, HEIGHT = 900, 350
+"""About how many pixels a chart's axes have."""
+LETTER = 6.2
+"""About how many pixels a letter of a name is wide."""
+
+
+class LabelPlace(NamedTuple):
+    """A place of a name beside its mark, in pixels."""
+
+    align: Literal["left", "right"]
+    dx: int
+    dy: int
+
+
+PLACES = tuple(
+    place for dy in (-9, 12, -24, 27, -39, 42) for place in (LabelPlace("left", 9, dy), LabelPlace("right", -9, dy))
+)
+"""The places at which a name may stand, the best first."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +157,16 @@ def finite(row: Mapping[Any, Any], *columns: Any) -> bool:
     return all(math.isfinite(row.get(column, math.nan)) for column in columns)
 
 
-def by_objectives(table: CandidateTable, down: str, across: str) -> tuple[Chart, pd.DataFrame] | None:
+def by_objectives(
+    table: CandidateTable, down: str, across: str, *, zoomed: bool = False
+) -> tuple[Chart, pd.DataFrame] | None:
     """Draws every candidate by two objectives. A line joins the front of the two objectives.
 
     Args:
         table: The candidates.
         down: The objective on the vertical axis.
         across: The objective on the horizontal axis.
+        zoomed: Whether the axes reach no farther than the base and the finalists.
 
     Returns:
         The chart and its data. None if no candidate has both objectives.
@@ -167,15 +191,17 @@ def by_objectives(table: CandidateTable, down: str, across: str) -> tuple[Chart,
     places = [(signs[0] * x, signs[1] * y) for x, y in zip(ended["across"], ended["down"], strict=True)]
     line = ended.iloc[front(places)].drop_duplicates(["across", "down"]).sort_values("across")[["across", "down"]]
     line = _to_the_edges(line, frame, table.objectives[across], table.objectives[down])
+    arms = frame[frame["kind"].isin(["base", "finalist"])]
+    seen = arms if zoomed and len(arms) else frame
     encoding = {
-        "x": alt.X("across:Q", title=axis_title(table, across), scale=_scale(frame["across"])),
-        "y": alt.Y("down:Q", title=axis_title(table, down), scale=_scale(frame["down"])),
+        "x": alt.X("across:Q", title=axis_title(table, across), scale=_scale(seen["across"], across)),
+        "y": alt.Y("down:Q", title=axis_title(table, down), scale=_scale(seen["down"], down)),
     }
     present = [kind for kind in KINDS if kind in set(frame["kind"])]
     color, shape = (alt.Scale(domain=present, range=[KINDS[kind][i] for kind in present]) for i in range(2))
     points = (
         alt.Chart(frame[::-1])  # The finalists and the base come last, so that they are drawn over the rest.
-        .mark_point(filled=True, opacity=0.9, stroke="white", strokeWidth=0.5)
+        .mark_point(filled=True, opacity=0.9, stroke="white", strokeWidth=0.5, clip=True)
         .encode(
             **encoding,
             color=alt.Color("kind:N", scale=color, legend=legend("top")),
@@ -190,13 +216,46 @@ def by_objectives(table: CandidateTable, down: str, across: str) -> tuple[Chart,
     )  # fmt: skip
     step: Literal["step-before", "step-after"] = "step-before" if table.objectives[across] else "step-after"
     joined = (
-        alt.Chart(line).mark_line(interpolate=step, color=PALETTE[0], strokeWidth=2, opacity=0.7).encode(**encoding)
+        alt.Chart(line)
+        .mark_line(interpolate=step, color=PALETTE[0], strokeWidth=2, opacity=0.7, clip=True)
+        .encode(**encoding)
     )
-    arms = frame[frame["kind"].isin(["base", "finalist"])]
-    names = alt.Chart(arms).mark_text(align="left", dx=9, dy=-7, color=UNDECIDED).encode(**encoding, text="candidate:N")
-    return alt.layer(joined, points, names).properties(height=380), frame.rename(
+    names = [
+        alt.Chart(arms[[place == at for at in _label_places(arms, seen)]])
+        .mark_text(align=place.align, dx=place.dx, dy=place.dy, color=UNDECIDED)
+        .encode(**encoding, text="candidate:N")
+        for place in PLACES
+    ]
+    return alt.layer(joined, points, *names).properties(height=380), frame.rename(
         columns={"across": across, "down": down}
     )
+
+
+def _label_places(arms: pd.DataFrame, seen: pd.DataFrame) -> list[LabelPlace]:
+    """Returns for each arm the first of `PLACES` at which its name covers no other name and no other arm.
+
+    Args:
+        arms: The arms to name.
+        seen: The candidates that the axes reach to.
+    """
+    size = {"across": WIDTH, "down": -HEIGHT}
+    pixels = {}
+    for channel, length in size.items():
+        low, high = seen[channel].min(), seen[channel].max()
+        pixels[channel] = (arms[channel] - low) / ((high - low) or 1.0) * length
+    points = list(zip(pixels["across"], pixels["down"], strict=True))
+    boxes = [(x - 7, y - 7, x + 7, y + 7) for x, y in points]  # The marks of the arms.
+    chosen = []
+    for (x, y), name in zip(points, arms["candidate"], strict=True):
+        width = LETTER * len(name)
+        for place in (*PLACES, PLACES[0]):  # Where every place is taken, names overlap.
+            left = x + place.dx - (width if place.align == "right" else 0)
+            box = (left, y + place.dy - 6, left + width, y + place.dy + 6)
+            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in boxes):
+                break
+        boxes.append(box)
+        chosen.append(place)
+    return chosen
 
 
 def _to_the_edges(line: pd.DataFrame, frame: pd.DataFrame, right: bool, up: bool) -> pd.DataFrame:
@@ -228,13 +287,15 @@ def axis_title(table: CandidateTable, objective: str) -> str:
     return f"{table.labels[objective]} ({'higher' if table.objectives[objective] else 'lower'} is better)"
 
 
-def _scale(values: pd.Series) -> alt.Scale:
-    """Makes a scale for values.
+def _scale(values: pd.Series, objective: str) -> alt.Scale:
+    """Makes a scale for the values of an objective that are in view.
 
-    The scale is logarithmic if all values are positive and the largest is over 20 times the smallest.
+    The scale of a cost is logarithmic if the largest cost is over 20 times the smallest. Scores are linear: on a
+    logarithmic axis, those between 0.8 and 1, which decide, would share a few pixels.
     """
-    wide = values.min() > 0 and values.max() / values.min() > 20
-    return alt.Scale(type="log" if wide else "linear", zero=False, nice=False, padding=15)
+    ends = [float(values.min()), float(values.max())]
+    wide = objective in COSTS and values.min() > 0 and values.max() / values.min() > 20
+    return alt.Scale(type="log" if wide else "linear", zero=False, nice=False, padding=15, domain=ends)
 
 
 def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) -> tuple[Chart, pd.DataFrame, int]:
@@ -386,10 +447,10 @@ def by_setting(table: CandidateTable, path: str, objective: str) -> tuple[Chart,
     )
     tooltip = [alt.Tooltip("mean:Q", format=",.4~g"), "candidates:Q"]
     if along.words:
-        strokes = alt.Chart(means).mark_tick(thickness=3, size=44, color=PALETTE[1])
+        strokes = alt.Chart(means).mark_tick(thickness=3, size=44, color=WORSE)
         averages = strokes.encode(x=along.encoding("from", path), y=alt.Y("mean:Q"), tooltip=tooltip)
     else:
-        rules = alt.Chart(means).mark_rule(strokeWidth=3, color=PALETTE[1])
+        rules = alt.Chart(means).mark_rule(strokeWidth=3, color=WORSE)
         averages = rules.encode(x=along.encoding("from", path), x2="to:Q", y=alt.Y("mean:Q"), tooltip=tooltip)
     return alt.layer(points, averages).properties(height=340), frame.drop(columns="size").rename(
         columns={"value": path, "score": objective}

@@ -29,16 +29,27 @@ if TYPE_CHECKING:
     from deltalab.study.answers.search_results import Discovery
 
 FRONT = "Base, finalists and the front"
+# The views of the page: name -> how the titles of its sections begin. "Settings" has charts alone.
+VIEWS: dict[str, tuple[str, ...]] = {
+    "Found": ("The front", "What was found"),
+    "Settings": (),
+    "What mattered": ("What mattered", "The rules tried"),
+    "Method": ("Beside random search", "Left out"),
+}
+# The views that show or rank by what each setting explains, which may take seconds to find.
+WITH_IMPORTANCES = ("Settings", "What mattered")
 
 
 def page(store: Store, study: Study) -> None:
     """Draws the page."""
     st.title("Search", anchor=False)
     st.markdown(badge(study))
-    search = cache.report_of(store, study, importances=True).search
-    if search is None:
+    if not RecordedSpec(study.spec).is_search:
         st.info("This study searches nothing: it compares arms that it lists.")
         return
+    view = st.radio("Show", list(VIEWS), horizontal=True, key="view", bind="query-params", label_visibility="collapsed")
+    search = cache.report_of(store, study, importances=view in WITH_IMPORTANCES).search
+    assert search is not None
     from deltalab.study.reports.search_sections import sections  # Most studies search nothing.
 
     if not search.candidates:
@@ -46,9 +57,12 @@ def page(store: Store, study: Study) -> None:
     space = RecordedSpec(study.spec).search
     table = candidate_table(search.candidates, space.searched, search.objectives, len(space.rungs))
     st.markdown(plain(summary(table)))
-    parts = sections(search)
-    last = "What mattered" if any(section.title == "What mattered" for section in parts) else "The front"
-    for section in parts:
+    if view == "Settings":
+        by_settings(table, search)
+        return
+    for section in sections(search):
+        if not section.title.startswith(VIEWS[view]):
+            continue
         st.subheader(plain(section.title), anchor=False)
         if section.title.startswith("The front"):
             front(table)
@@ -60,9 +74,8 @@ def page(store: Store, study: Study) -> None:
         if cells:
             downloads.table(cells, f"table {section.title.split()[1]}")
         st.caption(bullets(section.notes))
-        if section.title.startswith(last):
-            by_settings(table, search)
-    optuna_commands(study)
+    if view == "Method":
+        optuna_commands(study)
 
 
 def summary(table: CandidateTable) -> str:
@@ -93,9 +106,10 @@ def front(table: CandidateTable) -> None:
     # objective: if an option that was chosen were no longer offered, the address would lose it.
     others = [*sorted(names[1:], key=lambda name: name.partition("@")[0] not in COSTS), names[0]]
     across = right.selectbox("Against", others, key="against", format_func=labels.__getitem__, bind="query-params")
+    zoomed = st.toggle("Zoom to the finalists", key="zoom", bind="query-params")
     if across == down and len(names) > 1:
         st.info("Choose two objectives.")
-    elif (drawing := by_objectives(table, down, across)) is not None:
+    elif (drawing := by_objectives(table, down, across, zoomed=zoomed)) is not None:
         figure, data = drawing
         downloads.chart(figure, "front", rows=data, description="Every candidate of the search by two objectives")
         if len(names) > 2:

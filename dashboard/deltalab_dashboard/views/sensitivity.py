@@ -35,7 +35,9 @@ def page(store: Store, study: Study) -> None:
         return
     by_task = sensitivity(store, study)
     if spec.is_search:
-        st.caption("Of a search, this page shows how the base was tuned. The page Search shows its candidates.")
+        st.caption(
+            "This is the tuning of the base and of the finalists. The page Search shows the search's candidates."
+        )
     left, middle, right = st.columns(3)
     task = left.selectbox("Task", list(by_task), key="task", bind="query-params")
     path = middle.selectbox("Tuned", list(searched), key="tuned", bind="query-params")
