@@ -13,6 +13,7 @@ from deltalab.store.studies.shelf import ListedStudy
 from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab_dashboard import address
 from deltalab_dashboard.frame import STUDY, ledger
+from deltalab_dashboard.reach import draw_reach
 from deltalab_dashboard.text import badge, label, plain
 
 
@@ -123,6 +124,7 @@ def _page(view: View, hidden: Collection[str]) -> Any:
 def main() -> None:
     """Draws the navigation, the choice of a study, and the page that the reader opened."""
     st.set_page_config(page_title="deltalab", page_icon=ICON, layout="wide")
+    draw_reach()
     studies: list[ListedStudy] = []
     hidden: set[str] = set()
     failure: InputError | None = None

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 BETTER, WORSE, UNDECIDED = "#1f6fd6", "#c25700", "#6b7280"
 """Blue, orange and grey. Text in these colours can be read on a light and on a dark page."""
-ACCENT = "#aa0088"
+ACCENT = "#c026a0"
 """The colour of the marks that a chart emphasizes, such as the finalists of a search."""
 BASE = "#6b7280"
 """The colour of a study's base. Charts draw the base as a dashed line."""
-OTHERS = "#b4bac4"
+OTHERS = "#868d9a"
 """The colour of arms that are not highlighted, in a study with more arms than `PALETTE` has colours."""
 PALETTE = (
-    "#3377dd", "#bb5500", "#22bb99", "#cc3366", "#2200ff", "#bbaa11", "#006644", "#dd99cc", "#008899", "#554477",
+    "#0099ee", "#cc0000", "#bb8800", "#007733", "#8c4a9e", "#669988", "#6644ff", "#dd5566", "#9988aa", "#bb2266",
 )  # fmt: skip
 """The colours of arms.
 
-Any two of the colours differ by at least 13 (CIEDE2000) under deuteranopia and protanopia, and by at least 21 in normal
-vision.
+Each has a contrast of at least 3 on a white and on a dark page. Any two, and the base's, differ by at least 11
+(CIEDE2000) under deuteranopia and protanopia, and by at least 15 in normal vision.
 """
 
 COLORS = {"better": BETTER, "worse": WORSE, "equal": UNDECIDED, "undecided": UNDECIDED}
@@ -52,10 +52,10 @@ def arm_colors(names: Sequence[str], base: str | None, highlighted: Sequence[str
 
     Examples:
         >>> arm_colors(["base", "a", "b"], "base")
-        {'base': '#6b7280', 'a': '#3377dd', 'b': '#bb5500'}
+        {'base': '#6b7280', 'a': '#0099ee', 'b': '#cc0000'}
         >>> many = [f"arm_{i}" for i in range(12)]
         >>> arm_colors(many, None, ["arm_11"])["arm_0"], arm_colors(many, None, ["arm_11"])["arm_11"]
-        ('#b4bac4', '#bb5500')
+        ('#868d9a', '#cc0000')
     """
     others = [name for name in names if name != base]
     color_of = dict.fromkeys(names, OTHERS)

@@ -13,6 +13,7 @@ import altair as alt
 import pandas as pd
 import streamlit as st
 
+from deltalab_dashboard.reach import HIDDEN
 from deltalab_dashboard.text import plain
 
 PIXELS = 2
@@ -163,14 +164,14 @@ def _vega_lite(figure: Any) -> dict[str, Any]:
 
 
 def _below(name: str, files: Mapping[str, Callable[[], str | bytes]], caption: str) -> None:
-    """Draws a caption, and beside it a download button for each file."""
+    """Draws a caption, and beside it a download button for each file. The buttons of a page have different names."""
     with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center", gap="small"):
         if caption:
             st.caption(plain(caption))
         for kind, content in files.items():
             ending = {"LaTeX": "tex"}.get(kind, kind.lower())
             st.download_button(
-                kind,
+                f"{kind} {HIDDEN}[of {plain(name)}]",  # A screen reader tells the buttons of a page apart.
                 content,
                 f"{name}.{ending}",
                 key=f"download {name} {kind}",

@@ -31,6 +31,16 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {plain(line)}" for line in lines)
 
 
+def notes(text: str) -> str:
+    r"""Returns notes as Markdown without images, which a browser would fetch from elsewhere. Streamlit draws no HTML.
+
+    Examples:
+        >>> print(notes("**Sure**: ![x](http://a/b.png)"))
+        **Sure**: !\[x](http://a/b.png)
+    """
+    return text.replace("![", "!\\[")
+
+
 LINKED = re.compile(r"(?<=http)(?=s?://)|(?<=ww)(?=w\.)|(?=@[-\w]+\.)", re.IGNORECASE)
 """Matches the places where `plain` inserts a word joiner, so that `http://x`, `www.x` and `me@x.y` become no links."""
 

@@ -62,9 +62,14 @@ def test_a_deuteranope_can_tell_the_colors_of_verdicts_apart() -> None:
 def test_colors_of_verdicts_can_be_seen_on_a_light_and_a_dark_page() -> None:
     for color in (*colors.COLORS.values(), colors.BASE):
         assert contrast(color, "#ffffff") >= 4.5
-        assert contrast(color, "#0e1117") >= 3
-    for color in (*colors.PALETTE, colors.ACCENT):
-        assert min(contrast(color, "#ffffff"), contrast(color, "#0e1117")) >= 2
+        assert contrast(color, "#171614") >= 3
+    for color in (*colors.PALETTE, colors.ACCENT, colors.OTHERS):
+        assert min(contrast(color, "#ffffff"), contrast(color, "#171614")) >= 3, color
+
+
+def test_a_deuteranope_can_tell_the_colors_of_arms_apart() -> None:
+    for a, b in combinations((*colors.PALETTE, colors.BASE), 2):
+        assert apart(a, b) >= 12, (a, b)
 
 
 def test_verdicts_differ_in_shape_too() -> None:

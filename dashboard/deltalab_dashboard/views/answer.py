@@ -26,7 +26,7 @@ from deltalab_dashboard.colors import BASE, MARKS, arm_colors
 from deltalab_dashboard.downloads import chart, table, table_files
 from deltalab_dashboard.frame import STUDY, show
 from deltalab_dashboard.progress import draw_progress
-from deltalab_dashboard.text import badge, bullets, plain
+from deltalab_dashboard.text import badge, bullets, notes, plain
 
 # The most failures that this page lists. The page Trials lists all failures.
 FAILURES = 3
@@ -54,7 +54,7 @@ def page(store: Store, study: Study) -> None:
 
 
 def head(store: Store, study: Study) -> None:
-    """Draws the study's name, the times at which it ran, and its progress."""
+    """Draws the study's name, the times at which it ran, its notes, and its progress."""
     st.title(plain(study.name), anchor=False)
     trials = [trial for trial in store.trials(study.id) if trial.state != "infeasible"]
     facts = [f"profile {study.profile}"] if study.profile else []
@@ -64,6 +64,8 @@ def head(store: Store, study: Study) -> None:
     st.markdown(f"{badge(study)} {plain(', '.join(facts))}")
     if study.spec.get("description"):
         st.caption(plain(study.spec["description"]))
+    if study.notes:
+        st.markdown(notes(study.notes))
     draw_progress(store, study)
 
 

@@ -13,7 +13,7 @@ from deltalab.store.studies.shelf import ListedStudy
 from deltalab.study.reports.best_arm import best_arm_text, keep_best_arm, without_best_arm
 from deltalab_dashboard import downloads
 from deltalab_dashboard.frame import STUDY, ledger
-from deltalab_dashboard.text import STATE_COLORS, badge, label, plain
+from deltalab_dashboard.text import STATE_COLORS, badge, label, notes, plain
 
 # The seconds after which a call of `fill_best_arms` begins no further study.
 FILL_SECONDS = 0.3
@@ -127,14 +127,15 @@ def listed_study(store: Store, row: ListedStudy) -> None:
     """Draws the selected study, with the controls that change its tags and notes, hide it, or delete it."""
     with st.container(border=True):
         st.markdown(f"**{plain(row.address)}** {badge(row)} id {row.id}")
+        st.markdown(notes(row.notes))
         st.page_link("views/answer.py", label="Open", icon=":material/open_in_new:", query_params={STUDY: label(row)})
         with st.form(f"shelf {row.id}", border=False):
             known = sorted({tag for other in shelf.listed(store) for tag in other.tags})
             tags = st.multiselect("Tags of this study", known, default=row.tags, accept_new_options=True)
-            notes = st.text_area("Notes", row.notes, max_chars=shelf.LONGEST_NOTES)
+            written = st.text_area("Notes, in Markdown", row.notes, max_chars=shelf.LONGEST_NOTES)
             if st.form_submit_button("Save"):
                 shelf.tag(store, row.id, tags)
-                shelf.note(store, row.id, notes)
+                shelf.note(store, row.id, written)
                 st.rerun()
         with st.container(horizontal=True):
             word = "Show in lists again" if row.hidden else "Hide from lists"

@@ -51,7 +51,7 @@ def test_arms_stand_by_their_effect_with_mark_interval_p_and_seeds(answer: Repor
     assert "b" not in found.opened, "names are text"
     base, better, *_ = found.rows
     [difference] = [row.difference for row in answer.tables[0].rows if row.arm == "better" and row.difference]
-    told = ("▲ better by over 0.01", f"+0.031 [{difference.low:+.3f}, {difference.high:+.3f}]", "p 0.008")
+    told = ("▲ better by over 0.01,", f"+0.031 [{difference.low:+.3f}, {difference.high:+.3f}]", "p 0.008")
     assert [text for text in better if text in told] == [*told]
     assert [better.count(f".{name}") for name in ("margin", "zero", "interval", "mean", "seed")] == [1, 1, 1, 1, 8]
     assert base.count(".seed") == 0

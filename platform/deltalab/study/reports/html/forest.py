@@ -24,6 +24,8 @@ FARTHEST = 5.0
 """How many times as far as the median arm an axis reaches."""
 ROOM = 0.04
 """The share of an axis that is left free at each end."""
+SHORT = 16
+"""The most characters of a name that is never broken."""
 RATIOS = (
     ("time", "microseconds_per_token"),
     ("flops", "flops_per_token"),
@@ -49,6 +51,9 @@ STYLE = """
 .forest .seed { top: 1.05rem; width: 5px; height: 5px; margin-left: -2.5px; border-radius: 50%; opacity: .6; }
 .forest .figures, .forest .ends { font-size: .85em; font-variant-numeric: tabular-nums; }
 .forest .whole { white-space: nowrap; }
+.forest th[data-whole] { white-space: nowrap; padding-right: 1.2rem; }
+.forest td:last-child { min-width: 6.5rem; }
+.forest-frame { overflow-x: auto; }
 .forest .ends { display: flex; justify-content: space-between; gap: .5rem; }
 @media (max-width: 640px) {
   .forest thead { display: none; }
@@ -102,17 +107,20 @@ def forest(answer: Answer) -> str:
     if not any(row.difference is not None and row.difference.n for table in tables for row in table.rows):
         return ""
     axes = [Axis.of(table) for table in tables]
-    lines = ['<table class="forest"><thead><tr><th scope="col">arm</th>']
+    lines = ['<div class="forest-frame" tabindex="0" role="region" aria-label="Arms by tasks">']
+    lines += ['<table class="forest"><thead><tr><th scope="col">arm</th>']
     lines += [_head(table, axis) for table, axis in zip(tables, axes, strict=True)]
     lines += ['<th scope="col">cost</th></tr></thead><tbody>']
     for arm in _arms(tables[0]):
         rows = [next(row for row in table.rows if row.arm == arm) for table in tables]
-        lines.append(f'<tr><th scope="row">{escape(arm).replace("_", "_<wbr>")}</th>')
+        is_short = len(arm) <= SHORT
+        name = escape(arm) if is_short else escape(arm).replace("_", "_<wbr>")
+        lines.append(f'<tr><th scope="row"{" data-whole" if is_short else ""}>{name}</th>')
         for row, table, axis in zip(rows, tables, axes, strict=True):
             lines.append(f'<td data-task="{escape(_label(table))}">{_cell(row, table, axis)}</td>')
         costs = escape(_costs(rows, tables))
         lines.append(f'<td class="figures"{" data-task=cost" if costs else ""}>{costs}</td></tr>')
-    return "\n".join([*lines, "</tbody></table>"])
+    return "\n".join([*lines, "</tbody></table></div>"])
 
 
 def _arms(table: TaskTable) -> list[str]:
@@ -162,9 +170,9 @@ def _cell(row: Row, table: TaskTable, axis: Axis) -> str:
     is_paired = not table.over and difference.of_base is None
     is_of_some = is_paired and len({difference.n, score.n, table.reference.score.n}) > 1
     pairs = f"; over the {difference.n} seeds of both" if is_of_some else ""
-    figures = [f"{mark} {said}", escape(format_interval(difference, "+")), f"p {format_p(difference.p)}"]
+    figures = (escape(format_interval(difference, "+")), f"p {format_p(difference.p)}")
     whole = ", ".join(f'<span class="whole">{figure}</span>' for figure in figures)
-    return f'{_plot(*parts)}<span class="figures">{whole}{lost}{pairs}</span>'
+    return f'{_plot(*parts)}<span class="figures">{mark} {said}, {whole}{lost}{pairs}</span>'
 
 
 def _plot(*parts: str) -> str:
