@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -37,7 +38,7 @@ class Pairs:
         """The number of pairs, n."""
         return self.arm.seeds
 
-    @property
+    @cached_property
     def differences(self) -> Array:
         """The differences of the results of arm and base, [n]. A difference by rounding alone is 0."""
         of_arm, of_base = self.arm.results(), self.base.results()
@@ -47,7 +48,7 @@ class Pairs:
 
     def head(self, seeds: int) -> "Pairs":
         """Returns the pairs of the first seeds."""
-        return Pairs(self.arm.head(seeds), self.base.head(seeds))
+        return self if seeds >= self.seeds else Pairs(self.arm.head(seeds), self.base.head(seeds))
 
     def normalized(self, chance: float, perfect: float) -> "Pairs":
         """Returns the pairs with every score on a scale where `chance` is 0 and `perfect` is 1."""
@@ -85,7 +86,7 @@ class _Several(ABC):
         """The number of seeds, n."""
         return self.pairs[0].seeds
 
-    @property
+    @cached_property
     def differences(self) -> Array:
         """The difference of each seed, [n]."""
         differences: Array = self.exchanged(np.ones((1, self.seeds)))[0]
@@ -93,7 +94,7 @@ class _Several(ABC):
 
     def head(self, seeds: int) -> Self:
         """Returns the same of the first seeds."""
-        return replace(self, pairs=tuple(pairs.head(seeds) for pairs in self.pairs))
+        return self if seeds >= self.seeds else replace(self, pairs=tuple(pairs.head(seeds) for pairs in self.pairs))
 
     @abstractmethod
     def exchanged(self, signs: Array) -> Array:
