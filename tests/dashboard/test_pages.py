@@ -273,7 +273,7 @@ SAID = {
         "curves.py": ["A thick line is an arm's mean"],
         "trials.py": ["trials. The score is the mean"],
         "arms.py": ["Found by the search"],
-        "search.py": ["found_1: ", "The front of 4 candidates", "infeasible"],
+        "search.py": ["found_1: ", "The front of 4 candidates"],
         "rule.py": ["Arms: base, found_1."],
     },
     "failed": {
@@ -348,7 +348,7 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
     assert set(tried["state"]) == {"done", "infeasible"}
     assert tried["train.lr"].between(1e-3, 1e-2).all()
     found = cells(open_page("arms.py").table[1].value)
-    assert list(found) == ["arm", "task", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
+    assert list(found) == ["arm", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert found["arm"] == ["base", "found_1"]
     assert found["rule"][0] == "", "the base tunes its training alone"
     assert found["rule"][1] in rules
@@ -357,8 +357,11 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
 def test_the_page_of_a_search_draws_the_front_and_random_search(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTALAB_DB", str(ledgers / "search.db"))
     app = open_page("search.py")
-    front, *settings, growth = charts(app)
-    assert len(settings) == 3, "all settings side by side, one, two"
+    [front] = charts(app)
+    assert len(charts(open_page("search.py", view="Settings"))) == 3, "all settings side by side, one, two"
+    method = open_page("search.py", view="Method")
+    [growth] = charts(method)
+    assert "infeasible" in texts(method)
     points = front["layer"][1]["encoding"]
     assert points["y"]["title"] == "accuracy (higher is better)"
     assert points["x"]["title"] == "flops_per_token (lower is better)"

@@ -4,7 +4,7 @@ from typing import Any
 
 import streamlit as st
 
-from deltalab.store import Arm, Store, Study
+from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.study.answers.recorded_scores import current
 from deltalab.study.planning.config_difference import flat
 from deltalab.study.specs.recorded_study import RecordedSpec
@@ -72,22 +72,30 @@ def setting_rows(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -
 
 
 def confirmed_settings(store: Store, study: Study) -> None:
-    """Draws the settings that a search chose for the confirmed arms, with a row for each arm on each task.
+    """Draws the settings that a search chose for the confirmed arms, with a row for each arm.
 
     If an arm has several confirmed trials on a task, the row shows the settings of the trial with the lowest number,
-    which has the training that the search chose for the arm.
+    which has the training that the search chose for the arm. A cell has several values if they differ between tasks.
     """
     st.subheader("Found by the search", anchor=False)
     paths = list(searched_settings(study))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    chosen: dict[tuple[str, str], TrialRow] = {}
     confirmed = (trial for trial in current(store.trials(study.id)) if trial.stage == "confirm" and trial.values)
     for trial in sorted(confirmed, key=lambda trial: trial.number):
-        values = {path: setting(trial.values[path]) if path in trial.values else "" for path in paths}
-        rows.setdefault((trial.arm, trial.task), {"arm": trial.arm, "task": trial.task} | values)
-    if rows:
+        chosen.setdefault((trial.arm, trial.task), trial)
+    values: dict[str, dict[str, dict[str, None]]] = {}
+    for (arm, _), trial in chosen.items():
+        of_arm = values.setdefault(arm, {path: {} for path in paths})
+        for path in paths:
+            if path in trial.values:
+                of_arm[path][setting(trial.values[path])] = None
+    if values:
         if any(map(of_training, paths)):
-            st.caption("With an arm's own training. Its seeds try others, too: page Sensitivity.")
-        table([*rows.values()], f"{study.name} found")
+            st.caption("With an arm's own training, by task where it differs. Its seeds try others: page Sensitivity.")
+        rows = [
+            {"arm": arm} | {path: ", ".join(texts) for path, texts in of_arm.items()} for arm, of_arm in values.items()
+        ]
+        table(rows, f"{study.name} found")
     else:
         st.info("The search has confirmed no arm yet.")
 
