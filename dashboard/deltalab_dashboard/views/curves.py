@@ -222,20 +222,22 @@ def curve_chart(
     )
     dots = means["step"].nunique() == 1  # A line with a single point would be invisible without a dot.
     value = alt.Tooltip("smooth:Q", format=".4f")
-    layers = [
-        alt.Chart(thin[["arm", "trial", "seed", "state", "step", "x", "smooth"]])
-        .mark_line(strokeWidth=1, opacity=0.35, point=dots)
-        .encode(
-            x=x,
-            y=y,
-            color=color,
-            detail=["trial:N", "seed:N"],
-            strokeDash=alt.StrokeDash(
-                "state:N", scale=alt.Scale(domain=["done", "diverged"], range=[[1, 0], [4, 3]]), legend=None
-            ),
-            tooltip=["arm:N", "seed:N", "step:Q", value, "state:N"],
-        ),
-    ]
+    layers: list[Any] = []
+    if len(thin):  # A screen reader would stop at a layer without marks.
+        layers.append(
+            alt.Chart(thin[["arm", "trial", "seed", "state", "step", "x", "smooth"]])
+            .mark_line(strokeWidth=1, opacity=0.35, point=dots)
+            .encode(
+                x=x,
+                y=y,
+                color=color,
+                detail=["trial:N", "seed:N"],
+                strokeDash=alt.StrokeDash(
+                    "state:N", scale=alt.Scale(domain=["done", "diverged"], range=[[1, 0], [4, 3]]), legend=None
+                ),
+                tooltip=["arm:N", "seed:N", "step:Q", value, "state:N"],
+            )
+        )
     of_means = alt.Chart(means).encode(x=x, color=color)
     if bands:
         layers.append(of_means.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", scale=scale, title=title), y2="high:Q"))
