@@ -391,7 +391,7 @@ class Hub:
         monkeypatch.setattr(huggingface_hub, "dataset_info", self.info)
 
     def info(self, name: str, *, revision: str | None = None) -> Any:
-        assert name == "org/name"
+        assert name.count("/") == 1
         sha = revision or [*self.revisions][-1]
         if sha not in self.revisions:
             raise ValueError(f"Revision Not Found\n for {sha}")
@@ -420,6 +420,41 @@ def test_a_data_set_of_the_hub_is_streamed_by_name_and_configuration(
     assert meta["settings"]["revisions"] == {"org/name:sample": "bb"}
     pack(["org/name:sample@aa"], tmp_path / "q", shares={"train": 1.0}, reading=BODY)
     assert documents_of(tmp_path / "q")["train"] == [b"old"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "config"),
+    [
+        ("fineweb-edu", "HuggingFaceFW/fineweb-edu", "sample-100BT"),
+        ("slimpajama@bb", "cerebras/SlimPajama-627B", None),
+    ],
+)
+def test_a_corpus_of_the_papers_has_a_short_name(
+    name: str, dataset: str, config: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is packed as by its whole name: revision and hash are kept, and documents are held out."""
+    hub = Hub(monkeypatch, bb=[f"document {i}" for i in range(60)])
+    shares = {"train": 0.8, "validation": 0.1, "test": 0.1}
+    meta = pack([name], tmp_path / "p", shares=shares, reading=BODY)
+    assert hub.asked == [(dataset, config, "bb", {"split": "train", "streaming": True})]
+    whole = f"{dataset}{f':{config}' if config else ''}{'@bb' if '@' in name else ''}"
+    assert meta["settings"]["revisions"] == {whole: "bb"}
+    assert [row["source"] for row in meta["sources"]] == [whole]
+    assert pack([whole], tmp_path / "q", shares=shares, reading=BODY)["sha256"] == meta["sha256"]
+    by_split = documents_of(tmp_path / "p")
+    assert all(by_split.values()), "each split has documents"
+    assert sum(map(len, by_split.values())) == len(set().union(*by_split.values())) == 60
+    folder = tmp_path / "fineweb-edu"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    assert find(["fineweb-edu"], Reading())[0].files is not None, "a path of this name is the path"
+
+
+def test_a_short_name_that_is_written_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub(monkeypatch)
+    with pytest.raises(InputError, match=r"slimpajamas@x: is no file or folder, .*; did you mean 'slimpajama'\?$"):
+        pack(["slimpajamas@x"], tmp_path / "p")
 
 
 def test_a_packing_goes_on_with_the_revision_that_it_began_with(

@@ -28,15 +28,16 @@ Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME[:CONFIG][@REVISION].",
+        help="Text files, folders, .jsonl, .parquet, fineweb-edu, slimpajama, or data sets of the Hub, "
+        "NAME[:CONFIG][@REVISION].",
     ),
 ]
 Weighted = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE[=WEIGHT]...",
-        help="Text files, folders, .jsonl, .parquet, or data sets of the Hub, NAME[:CONFIG][@REVISION]; with weights, "
-        "each gives its share of --tokens.",
+        help="Text files, folders, .jsonl, .parquet, fineweb-edu, slimpajama, or data sets of the Hub, "
+        "NAME[:CONFIG][@REVISION]; with weights, each gives its share of --tokens.",
     ),
 ]
 Field = Annotated[str, typer.Option("--field", help="The field, or column, that holds a document.")]

@@ -118,7 +118,7 @@ def pack(
     identity = {key: description[key] for key in ("kind", "name", "vocab_size", "sha256", "eos")}
     settings = {
         "tokenizer": identity,
-        "sources": names,
+        "sources": [source.name for source in sources],
         "files": _listing(sources),
         "shares": dict(shares),
         **asdict(reading),

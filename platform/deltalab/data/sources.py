@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from deltalab.data.named_corpora import nearest, written_out
 from deltalab.errors import InputError, NotInstalled, one_line
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -80,8 +81,8 @@ def find(names: list[str], reading: Reading) -> list[Source]:
     """Returns the sources that a user named.
 
     Args:
-        names: The names. A name that is no path is a data set of the Hugging Face Hub: NAME, with :CONFIG or @REVISION
-            or both behind it, in this order.
+        names: The names. A name that is no path is a corpus of `named_corpora`, or a data set of the Hugging Face Hub:
+            NAME, with :CONFIG or @REVISION or both behind it, in this order.
         reading: How sources are read.
 
     Raises:
@@ -112,7 +113,7 @@ def _source(name: str, reading: Reading) -> Source:
         beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
         near = get_close_matches(path.name, beside, n=1)
         raise InputError(f"{name}: no such file or folder{f'; did you mean {path.parent / near[0]}?' if near else ''}")
-    return Source(name, None)
+    return Source(written_out(name), None)
 
 
 def _members(root: Path, pattern: str) -> list[Path]:
@@ -199,7 +200,10 @@ def revision_of(name: str) -> str:
     try:
         return str(dataset_info(dataset, revision=revision).sha)
     except Exception as error:
-        raise InputError(f"{name}: is no file or folder, and the Hub does not give it: {_reason(error)}") from None
+        meant = f"; did you mean '{near}'?" if "/" not in name and (near := nearest(name)) else ""
+        raise InputError(
+            f"{name}: is no file or folder, and the Hub does not give it: {_reason(error)}{meant}"
+        ) from None
 
 
 def _of_hub(name: str, revision: str | None, field: str) -> Iterator[bytes]:
