@@ -11,11 +11,12 @@ import pytest
 import torch
 from tests.support.exports import LENGTH, exported
 
+from deltalab.data.token_shards import Packed
 from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.compare import NO_ITEMS, compare
 from deltalab.evaluation.items import Items, of_items
 from deltalab.evaluation.proxy import by_example
-from deltalab.evaluation.results import Result, write
+from deltalab.evaluation.results import Result, named_data, write
 from deltalab.registry import get_task
 from deltalab.store import Store
 from deltalab.store.trainings import add_evaluations, record, trainings
@@ -329,8 +330,9 @@ def run_of(folder: Path, run: str) -> Path:
 
 
 def test_the_ledger_has_differences_until_one_of_their_values_changes(
-    platform: Platform, models: list[Path], words: tuple[object, ...], tmp_path: Path
+    platform: Platform, models: list[Path], words: tuple[object, ...], data: Path, tmp_path: Path
 ) -> None:
+    asked = {"limit": 12, "other_data": named_data(Packed(data))}
     with Store.open("lab.db") as store:
         for model in models:
             record(store, run_of(tmp_path / f"run-{model.name}", model.name))
@@ -342,9 +344,13 @@ def test_the_ledger_has_differences_until_one_of_their_values_changes(
         assert len(kept["comparisons"]) == len(rows[1].comparisons)
         shown = comparison_cells(rows)
         assert {tuple(cells[:2]) for cells in shown} == {("run-b", "run-a step-30"), ("run-c", "run-a step-30")}
-        [loss] = [one for one in rows[1].comparisons if one.name == f"loss loss@{2 * LENGTH} (limit 12)"]
+        [loss] = [
+            one
+            for one in rows[1].comparisons
+            if one.name == f"loss loss@{2 * LENGTH} (limit 12, data {asked['other_data']})"
+        ]
         assert rows[1].evaluations[loss.name] - rows[0].evaluations[loss.name] == pytest.approx(loss.difference)
-        again = {"step": 30, "task": "loss", "metric": f"loss@{2 * LENGTH}", "value": 1.0, "limit": 12}
+        again = {"step": 30, "task": "loss", "metric": f"loss@{2 * LENGTH}", "value": 1.0, **asked}
         add_evaluations(store, "b", [again])  # the value of the one model changes ...
         assert [loss.name in {one.name for one in row.comparisons} for row in trainings(store)] == [False, False, True]
         add_evaluations(store, "a", [again])  # ... and that of the model that others are compared with
@@ -353,8 +359,10 @@ def test_the_ledger_has_differences_until_one_of_their_values_changes(
 
 
 def test_a_difference_does_not_outlive_the_value_of_the_first_model(
-    platform: Platform, models: list[Path], words: tuple[object, ...]
+    platform: Platform, models: list[Path], words: tuple[object, ...], data: Path
 ) -> None:
+    asked: Any = {"split": "validation", "limit": 12, "other_data": named_data(Packed(data))}
+
     def compared(model: Path) -> set[str]:
         content = json.loads((model / "evaluations.json").read_text())
         return {one["metric"] for one in content.get("comparisons", []) if one["task"] == "loss"}
@@ -366,9 +374,27 @@ def test_a_difference_does_not_outlive_the_value_of_the_first_model(
     assert platform("eval", models[0], *words[:-3], 3, *words[-2:]) == 0
     assert compared(models[1]) == before, "another limit gives another value"
     file = models[0] / "evaluations.json"
-    write([Result(30, "loss", f"loss@{2 * LENGTH}", 1.0, 12, split="validation", limit=12)], models[0], {})
+    write([Result(30, "loss", f"loss@{2 * LENGTH}", 1.0, 12, **asked)], models[0], {})
     assert compared(models[1]) == compared(models[2]) == before - {f"loss@{2 * LENGTH}"}
     assert len(json.loads(file.read_text())["compared_in"]) == 2
     (models[2] / "evaluations.json").unlink()
-    write([Result(30, "loss", f"bits_per_byte@{2 * LENGTH}", 1.0, 12, split="validation", limit=12)], models[0], {})
+    write([Result(30, "loss", f"bits_per_byte@{2 * LENGTH}", 1.0, 12, **asked)], models[0], {})
     assert compared(models[1]) == before - {f"loss@{2 * LENGTH}", f"bits_per_byte@{2 * LENGTH}"}
+
+
+def test_a_difference_on_data_that_one_model_was_trained_on_names_the_values_of_both(
+    platform: Platform, data: Path, tmp_path: Path
+) -> None:
+    """The first model read these data in its training and the other one did not, so their settings differ."""
+    trained_on = {"folder": str(data), "sha256": Packed(data).meta["sha256"]}
+    models = [exported(tmp_path / "a", run="a", data=trained_on), exported(tmp_path / "b", seed=2, run="b")]
+    assert platform("eval", *models, "--tasks", "loss", "--limit", 12) == 0
+    contents = [json.loads((model / "evaluations.json").read_text()) for model in models]
+    for content, other in zip(contents, (None, named_data(Packed(data))), strict=True):
+        assert {row["other_data"] for row in content["evaluations"]} == {other}
+    compared = contents[1]["comparisons"]
+    assert {(one["other_data"], one["reference_other_data"]) for one in compared} == {(named_data(Packed(data)), None)}
+    metric = compared[0]["metric"]
+    write([Result(30, "loss", metric, 1.0, 12, split="validation", limit=12)], models[0], {})
+    left = json.loads((models[1] / "evaluations.json").read_text())["comparisons"]
+    assert [one["metric"] for one in left] == [one["metric"] for one in compared if one["metric"] != metric]

@@ -250,20 +250,30 @@ def test_a_model_of_transformers_is_measured(
 
 
 @pytest.mark.slow
-def test_options_of_the_harness_reach_it(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_harness_reach_it_and_its_results(
+    gpt2: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     seen: dict[str, Any] = {}
 
     def asked(model: Any, **given: Any) -> dict[str, Any]:
         seen.update(given, length=model.max_length, batch=model.batch_size)
-        return {"results": {}}
+        return {"results": {"arc_easy": {"acc,none": 0.5}}}
 
     monkeypatch.setattr(lm_eval, "simple_evaluate", asked)
     with open_model(str(gpt2)) as found:
-        evaluate(found, ["arc_easy"], options=HarnessOptions(few_shot=5, batch_size=3, max_length=77))
+        results = evaluate(found, ["arc_easy"], options=HarnessOptions(few_shot=5, batch_size=3, max_length=77))
         assert (seen["num_fewshot"], seen["batch"], seen["length"]) == (5, 3, 77)
-        evaluate(found, ["arc_easy"])
+        results += evaluate(found, ["arc_easy"])
         assert (seen["num_fewshot"], seen["length"]) == (None, 512)
+    with open_model(str(folder)) as found:  # whose questions have four times the training's length by themselves
+        results += evaluate(found, ["arc_easy"], options=HarnessOptions(max_length=4 * LENGTH))
+    settings = [(result.task, result.few_shot, result.max_length) for result in results]
+    assert settings == [("arc_easy", 5, 77), ("arc_easy", None, None), ("arc_easy", None, None)]
+    write(results[:2], tmp_path, {})
+    assert len(json.loads((tmp_path / "evaluations.json").read_text())["evaluations"]) == 2, (
+        "other settings, other rows"
+    )
 
 
 def test_a_model_of_another_tokenizer_or_nowhere_is_one_line(
@@ -306,7 +316,10 @@ def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
 def test_results_stand_in_the_folder_and_in_the_ledger(
     platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = exported(tmp_path / "model")
+    shutil.copytree(data, tmp_path / "more")
+    meta = json.loads((data / "meta.json").read_text())
+    (tmp_path / "more" / "meta.json").write_text(json.dumps(meta | {"sha256": "0123456789"}))
+    folder = exported(tmp_path / "model", data={"folder": str(data), "sha256": meta["sha256"]})
     about = {
         "id": "r1", "rule": "gated_deltanet", "started": 0, "study": None, "export": str(folder),
         "recipe": {"batch": {"sequences": 2, "length": LENGTH}},
@@ -317,20 +330,22 @@ def test_results_stand_in_the_folder_and_in_the_ledger(
     assert "in the ledger" not in capsys.readouterr().out
     with Store.open("lab.db") as store:
         record(store, tmp_path / "run")
-    for words in (("--limit", 2), ("--limit", 3, "--split", "test"), ()):
-        assert platform("eval", folder, "--data", data, "--tasks", "loss", *words, "--db", "lab.db") == 0
+    for words in (("--limit", 2), ("--limit", 3, "--split", "test"), ("--data", tmp_path / "more"), ("--data", data)):
+        assert platform("eval", folder, "--tasks", "loss", *words, "--db", "lab.db") == 0
         assert "also in the ledger" in capsys.readouterr().out
     rows = json.loads((folder / "evaluations.json").read_text())["evaluations"]
     assert {row["step"] for row in rows} == {30}
     shortest = [row for row in rows if row["metric"] == f"loss@{LENGTH}"]
-    assert [(row["split"], row["limit"]) for row in shortest] == [("validation", 2), ("test", 3), ("validation", None)]
+    assert [(row["split"], row["limit"], row["other_data"]) for row in shortest] == [
+        ("validation", 2, None), ("test", 3, None), ("validation", None, "more-01234567"), ("validation", None, None),
+    ]  # fmt: skip
     assert [row["examples"] for row in shortest[:2]] == [2, 3]
     with Store.open("lab.db") as store:
         record(store, tmp_path / "run")  # which knows nothing of evaluations, and leaves them
         [training] = trainings(store)
-    ends = {("validation", 2): " (limit 2)", ("test", 3): " (test, limit 3)", ("validation", None): ""}
+    ends = {2: " (limit 2)", 3: " (test, limit 3)", "more-01234567": " (data more-01234567)", None: ""}
     assert training.evaluations == {
-        f"loss {row['metric']}{ends[row['split'], row['limit']]}": row["value"] for row in rows
+        f"loss {row['metric']}{ends[row['limit'] or row['other_data']]}": row["value"] for row in rows
     }
 
 
@@ -360,7 +375,8 @@ def test_a_run_is_measured_by_its_newest_whole_checkpoint(
     folder, run = exported(tmp_path / "model"), tmp_path / "run"
     about = {
         "id": "r7", "rule": "gated_deltanet", "started": 0, "study": None, "export": str(folder),
-        "recipe": {"batch": {"sequences": 2, "length": 72}}, "data": {"folder": str(data)},
+        "recipe": {"batch": {"sequences": 2, "length": 72}},
+        "data": {"folder": str(data), "sha256": Packed(data).meta["sha256"]},
     }  # fmt: skip
     whole, torn = (run / "checkpoints" / name for name in ("step-12", "step-20"))
     for checkpoint in (whole, torn):
@@ -417,6 +433,14 @@ def test_what_cannot_be_evaluated_is_one_line(
     refused(folder, "--tasks", "loss", "--data", data, "--split", "tests", saying="did you mean 'test'?")
     refused(folder, "--tasks", "loss", "--data", data, "--length", 10**6, saying="a row takes 1000001: give --length")
     refused(folder, "--tasks", "needle", "--length", 8, saying="do not fit into 32 tokens")
+    refused(folder, "--tasks", "needle", "--include", tmp_path, saying="--include: only tasks of lm-evaluation-harness")
+    refused(folder, "--suite", "zero_shot", "--include", tmp_path, saying="that --tasks names read it, and none is")
+    refused(
+        folder, "--few-shot", 5, saying="--few-shot: only tasks of lm-evaluation-harness read it, and none is asked"
+    )
+    refused(folder, "--suite", "ruler", "--max-length", 9, saying="--max-length: only tasks of lm-evaluation-harness")
+    refused(folder, "--suite", "lm", "--batch-size", 2, saying="--batch-size: only tasks of lm-evaluation-harness and")
+    refused(folder, "--tasks", "loss", "--files", tmp_path, saying="--files: only tasks of lm-evaluation-harness and")
     meta = json.loads((data / "meta.json").read_text())
     for file in data.iterdir():
         (tmp_path / "empty" / file.name).write_bytes(file.read_bytes())

@@ -14,10 +14,11 @@ import yaml
 from tests.support.folders import ROOT
 
 from deltalab.data.pack import pack
+from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation.harness import HarnessOptions
 from deltalab.evaluation.model_folder import open_model
-from deltalab.evaluation.results import Result
+from deltalab.evaluation.results import Result, named_data
 from deltalab.evaluation.suites import measure as measuring
 from deltalab.evaluation.suites import recall, ruler
 from deltalab.evaluation.suites.greedy import continuations
@@ -465,7 +466,7 @@ def test_a_suite_of_the_harness_reads_copies_of_its_data(
     found = [{"split": split, "path": f"{split}.jsonl"} for split in splits]
     configs = [{"config_name": name, "data_files": found} for name in ("ARC-Easy", "ARC-Challenge")]
     (copy / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
-    options = SuiteOptions(harness=HarnessOptions(files=tmp_path))
+    options = SuiteOptions(harness=HarnessOptions(files=tmp_path, max_length=60))
     with open_model(str(folder)) as model:
         results, _, versions = measure(model, ["zero_shot/arc_easy", "zero_shot/arc_challenge"], options)
         with pytest.raises(
@@ -475,6 +476,7 @@ def test_a_suite_of_the_harness_reads_copies_of_its_data(
     assert [(result.task, result.metric, result.examples) for result in results] == [
         ("arc_easy", "acc", 3), ("arc_challenge", "acc_norm", 3),
     ]  # fmt: skip
+    assert {result.max_length for result in results} == {60}
     assert versions == {"zero_shot": 1}
 
 
@@ -493,7 +495,11 @@ def test_a_suite_is_asked_by_its_name(
     assert [(row["task"], row["metric"]) for row in rows] == [
         ("ruler/niah_single_1", "match@1024"), ("ruler/niah_single_2", "match@1024"),
     ]  # fmt: skip
-    assert [(row["split"], row["limit"]) for row in rows] == [(None, 1), ("validation", 1)]
+    other = named_data(Packed(tmp_path / "packed"))
+    assert [(row["split"], row["limit"], row["other_data"]) for row in rows] == [
+        (None, 1, None),
+        ("validation", 1, other),
+    ]
     kept = json.loads((folder / "evaluations.json").read_text())["evaluations"]
     assert {json.dumps(row["suites"]) for row in kept} == {'{"ruler": 1}'}
     assert platform("eval", folder, "--suite", "lm", "--data", tmp_path / "packed", "--limit", 2) == 0

@@ -1,5 +1,6 @@
 """Exports of a small model with random weights, as evaluations take them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ def exported(
     *,
     seed: int = 1,
     run: str = "r1",
+    data: Mapping[str, Any] | None = None,
     **recipe: Any,
 ) -> Path:
     """An export with random weights, trained on rows of `LENGTH` as its recipe says."""
     trained = build_model(model, seed=seed)
     about = {**paper_recipe(model), "batch": {"sequences": 2, "length": LENGTH}, **recipe}
-    provenance = {"study": "s", "arm": "base", "training": run, "checkpoint": "step-30"}
+    provenance = {"study": "s", "arm": "base", "training": run, "checkpoint": "step-30", "data": data}
     export(Source(model, trained.state_dict, about, provenance, {}, tokenizer), folder)
     return folder

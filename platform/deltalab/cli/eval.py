@@ -18,6 +18,7 @@ from deltalab.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from deltalab.evaluation.compare import Compared
+    from deltalab.evaluation.harness import HarnessOptions
     from deltalab.evaluation.model_folder import ModelFolder
     from deltalab.evaluation.results import Result
 
@@ -28,6 +29,27 @@ def _numbers(words: str | None) -> list[int]:
     if wrong := [word for word in numbers if not word.isdecimal() or not int(word)]:
         raise InputError(f"--lengths: '{wrong[0]}' is no number of tokens: give it as 1024,2048")
     return [int(word) for word in numbers]
+
+
+def _require_readers(
+    tasks: Sequence[str], suites: Sequence[str], options: "HarnessOptions", include: Path | None
+) -> None:
+    """Raises `InputError` for an option that none of the tasks and suites reads."""
+    from deltalab.evaluation.results import OWN
+    from deltalab.evaluation.suites.suite import chosen
+
+    asked_by = {suite.asked_by for suite, _ in chosen(suites)}
+    of_harness, generated = any(task not in OWN for task in tasks), bool(asked_by & {"recall", "ruler"})
+    harness = of_harness or "harness" in asked_by
+    for option, value, is_read, readers in (
+        ("--include", include, of_harness, "tasks of lm-evaluation-harness that --tasks names"),
+        ("--few-shot", options.few_shot, harness, "tasks of lm-evaluation-harness"),
+        ("--max-length", options.max_length, harness, "tasks of lm-evaluation-harness"),
+        ("--batch-size", options.batch_size, harness or generated, "tasks of lm-evaluation-harness and suites but lm"),
+        ("--files", options.files, harness or generated, "tasks of lm-evaluation-harness and suites but lm"),
+    ):
+        if value is not None and not is_read:
+            raise InputError(f"{option}: only {readers} read it, and none is asked: leave it out")
 
 
 def _list_suites(wanted: bool) -> None:
@@ -121,6 +143,7 @@ def evaluate(
     if lengths and not suite_names:
         raise InputError("--lengths: only suites read it: give --suite")
     at, how = _numbers(lengths), HarnessOptions(few_shot, batch_size, max_length, files)
+    _require_readers(task_names, suite_names, how, include)
     results: dict[str, Sequence[Result]] = {}
     with ExitStack() as stack:  # a model that cannot be opened is found before the first is measured
         folders = {model: stack.enter_context(open_model(model, trusted=trust)) for model in models}

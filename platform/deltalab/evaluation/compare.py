@@ -3,17 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from deltalab.evaluation.items import Items
-from deltalab.evaluation.results import Result
+from deltalab.evaluation.results import Result, Setting
 from deltalab.statistics.paired_items import LEAST, ItemPairs, compare_items, too_skewed
 
 NO_ITEMS = "no mean over items, nor a function of sums over them"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Setting):
     """The difference of a model to the first one, over the items that both have.
 
     Attributes:
@@ -27,8 +27,7 @@ class Comparison:
         p: The p-value of "no difference" in the whole family.
         items: The number of items.
         family: The number of differences whose intervals hold together.
-        split: The split of the packed data that was read; None if none was.
-        limit: The examples that the user limited the task to; None for the task's own number.
+        reference_other_data: The packed data of the first model's value, as its setting has them.
     """
 
     model: str
@@ -41,8 +40,7 @@ class Comparison:
     p: float
     items: int
     family: int
-    split: str | None = None
-    limit: int | None = None
+    reference_other_data: str | None = None
 
     @property
     def decided(self) -> bool:
@@ -76,7 +74,7 @@ def compare(results: Mapping[str, Sequence[Result]]) -> Compared:
     (_, first), *others = results.items()
     of_first = {(result.task, result.metric): result for result in first}
     found = Compared([])
-    paired: list[tuple[str, Result, ItemPairs]] = []
+    paired: list[tuple[str, Result, Result, ItemPairs]] = []
     for model, measured in others:
         for result in measured:
             reference = of_first.get((result.task, result.metric))
@@ -97,7 +95,7 @@ def compare(results: Mapping[str, Sequence[Result]]) -> Compared:
             if reason is not None or pair is None or reference is None or reference.items is None:
                 found.left_out.setdefault((result.task, model, reason or ""), []).append(result.metric)
                 continue
-            paired.append((model, result, pair))
+            paired.append((model, reference, result, pair))
             if too_skewed(pair):
                 found.too_skewed.append(
                     f"{result.task} {result.metric}: {model}: {different} items, skewed: the interval may be too short"
@@ -108,7 +106,7 @@ def compare(results: Mapping[str, Sequence[Result]]) -> Compared:
                     f"{result.task} {result.metric}: {model} and the first model have {len(pair.ids)} items in common "
                     f"of {most}, and their difference is that of these"
                 )
-    for (model, result, _), one in zip(paired, compare_items([pair for *_, pair in paired]), strict=True):
+    for (model, reference, result, _), one in zip(paired, compare_items([pair for *_, pair in paired]), strict=True):
         is_log = result.items is not None and result.items.is_log
         found.comparisons.append(
             Comparison(
@@ -122,8 +120,8 @@ def compare(results: Mapping[str, Sequence[Result]]) -> Compared:
                 p=one.p,
                 items=one.n,
                 family=len(paired),
-                split=result.split,
-                limit=result.limit,
+                reference_other_data=reference.other_data,
+                **{part.name: getattr(result, part.name) for part in fields(Setting)},
             )
         )
     return found

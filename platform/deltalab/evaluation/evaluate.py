@@ -9,14 +9,14 @@ from typing import Any
 from deltalab.data.text_tokenizers import load_tokenizer
 from deltalab.data.token_shards import META, Packed
 from deltalab.errors import InputError
-from deltalab.evaluation.harness import HarnessOptions, depends_on, find_tasks, harness
+from deltalab.evaluation.harness import HarnessOptions, asked_length, depends_on, find_tasks, harness
 from deltalab.evaluation.items import ItemFiles
 from deltalab.evaluation.loss import TIMES, loss, too_short
 from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder
 from deltalab.evaluation.needle import needle, no_room
 from deltalab.evaluation.needle_questions import KINDS, questions
 from deltalab.evaluation.proxy import proxy, proxy_task
-from deltalab.evaluation.results import OWN, Result, fingerprint, titled
+from deltalab.evaluation.results import OWN, Result, fingerprint, named_data, titled
 
 LIMIT = 64
 """How many examples each of our tasks has at each length, unless the user gives another number."""
@@ -102,15 +102,27 @@ def evaluate(
         for task, measured in harness(folder, left, folders, limit=limit, options=options):
             keep(task, measured)
     return [
-        replace(result, split=split if task in NEED_DATA else None, limit=_limited(task, limit))
+        replace(result, **_setting(folder, task, data, split, limit, options))
         for task in about
         for result in results[task]
     ]
 
 
-def _limited(task: str, limit: int | None) -> int | None:
-    """The limit of a task as results have it: None if the task has no limit, or has the given one by itself."""
-    return None if task == "proxy" or (task in OWN and limit == LIMIT) else limit
+def _setting(
+    folder: ModelFolder, task: str, data: Packed | None, split: str, limit: int | None, options: HarnessOptions
+) -> dict[str, Any]:
+    """How a task was asked, as `Setting` has it. The arguments are those of `evaluate`."""
+    if task not in OWN:
+        return {"limit": limit, "few_shot": options.few_shot, "max_length": asked_length(folder, options)}
+    setting: dict[str, Any] = {} if task == "proxy" or limit == LIMIT else {"limit": limit}
+    if data is not None and task in NEED_DATA:
+        setting |= {"split": split, "other_data": other_data(folder, data)}
+    return setting
+
+
+def other_data(folder: ModelFolder, data: Packed) -> str | None:
+    """Returns the name of packed data that the model was not trained on, or not as far as is known; else None."""
+    return None if data.meta["sha256"] == folder.data_hash else named_data(data)
 
 
 def require(

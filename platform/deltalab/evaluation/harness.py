@@ -145,7 +145,7 @@ def harness(
         pretrained=folder.model,
         tokenizer=folder.tokenizer,
         batch_size=options.batch_size or (8 if folder.device.type == "cuda" else 1),
-        max_length=options.max_length or (folder.length and TIMES[-1] * folder.length),
+        max_length=options.max_length or _own_length(folder),
         device=str(folder.device),
     )
     for name in names:
@@ -162,6 +162,16 @@ def harness(
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"lm-evaluation-harness: {type(error).__name__}: {reason}") from error
         yield name, _results(folder, report)
+
+
+def _own_length(folder: ModelFolder) -> int | None:
+    """The most tokens of a question unless the user says otherwise; None for the number of the model's positions."""
+    return folder.length and TIMES[-1] * folder.length
+
+
+def asked_length(folder: ModelFolder, options: HarnessOptions) -> int | None:
+    """Returns the most tokens of a question that the user asks for; None if the model has this number by itself."""
+    return None if options.max_length == _own_length(folder) else options.max_length
 
 
 def depends_on(folders: Sequence[Path], length: int | None) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class ModelFolder:
         step: The number of steps of the training; None if it is not known.
         run: The folder of the run, if the user named the run or one of its checkpoints; else None.
         data: The packed data of the training; None if they are not known or not there any more.
+        data_hash: The SHA-256 of these data; None if it is not known.
         foreign: Whether the model is not deltalab's. Its code is run only if `trusted`.
         trusted: Whether code in the folder may run, which an exported folder needs.
     """
@@ -48,6 +49,7 @@ class ModelFolder:
     step: int | None
     run: Path | None
     data: Path | None
+    data_hash: str | None = None
     foreign: bool = False
     trusted: bool = True
 
@@ -235,7 +237,7 @@ def _of_deltalab(folder: Path) -> Iterator[ModelFolder]:
             export(source, path)
             origin = source.provenance
             step = int(str(origin["checkpoint"]).removeprefix("step-"))
-            yield ModelFolder(path, folder, source.recipe, str(origin["training"]), step, run, _trained_on(origin))
+            yield ModelFolder(path, folder, source.recipe, str(origin["training"]), step, run, *_trained_on(origin))
         return
     config = read_config(folder)
     recipe = read_recipe(folder) if (folder / RECIPE_FILE).is_file() else {}
@@ -250,15 +252,17 @@ def _of_deltalab(folder: Path) -> Iterator[ModelFolder]:
         origin.get("training"),
         int(checkpoint[1]) if checkpoint else None,
         None,
-        _trained_on(origin),
+        *_trained_on(origin),
     )
 
 
-def _trained_on(provenance: Mapping[str, Any]) -> Path | None:
-    """The packed data of a training, if they are known and still there."""
+def _trained_on(provenance: Mapping[str, Any]) -> tuple[Path | None, str | None]:
+    """The packed data of a training, if they are known and still there, and their hash, if it is known."""
     data = provenance.get("data")
-    folder = Path(str(data.get("folder"))) if isinstance(data, Mapping) else None
-    return folder if folder is not None and folder.is_dir() else None
+    if not isinstance(data, Mapping):
+        return None, None
+    folder = Path(str(data.get("folder")))
+    return folder if folder.is_dir() else None, data.get("sha256")
 
 
 def _on_hub(name: str, trusted: bool) -> None:

@@ -11,13 +11,33 @@ from typing import TYPE_CHECKING, Any
 from deltalab.errors import InputError
 
 if TYPE_CHECKING:
+    from deltalab.data.token_shards import Packed
     from deltalab.evaluation.items import Items
 
 FILE = "evaluations.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a task was asked, where values of one metric differ by it. None is what the task or the model has by itself.
+
+    Attributes:
+        split: The split of the packed data that was read; None if none was.
+        limit: The examples that the user limited the task to.
+        few_shot: The solved examples that the user put before each question.
+        max_length: The most tokens of a question that the user asked for.
+        other_data: The packed data, as `named_data` says it, if they are not those of the model's training.
+    """
+
+    split: str | None = None
+    limit: int | None = None
+    few_shot: int | None = None
+    max_length: int | None = None
+    other_data: str | None = None
+
+
 @dataclass(frozen=True)
-class Result:
+class Result(Setting):
     """A measured value.
 
     Attributes:
@@ -28,8 +48,6 @@ class Result:
         examples: How many examples the value is the mean of; None if the number is not known.
         stderr: The standard error of the value; None if it is not known.
         items: The scores of the single items; None if the metric is no mean of them.
-        split: The split of the packed data that was read; None if none was.
-        limit: The examples that the user limited the task to; None for the task's own number.
     """
 
     step: int | None
@@ -39,8 +57,6 @@ class Result:
     examples: int | None
     stderr: float | None = None
     items: "Items | None" = field(default=None, compare=False, repr=False)
-    split: str | None = None
-    limit: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Returns all but the items, by name."""
@@ -55,7 +71,7 @@ def write(
 ) -> Path:
     """Adds results to the `evaluations.json` of a folder, and comparisons of the folder's model with others.
 
-    A result replaces an earlier one with the same step, task, metric, split and limit. If the value is another one, all
+    A result replaces an earlier one with the same step, task, metric and setting. If the value is another one, all
     comparisons of the earlier value are dropped: those of this file, and those with this model in other files. A
     comparison replaces an earlier one of the same result with the same model.
 
@@ -63,8 +79,8 @@ def write(
         results: The results.
         directory: The folder.
         about: Further keys of each result in the file.
-        comparisons: The comparisons, as `deltalab.evaluation.compare.Comparison` has them, each with a
-            `reference_file`, the `evaluations.json` of the model that the folder's model is compared with.
+        comparisons: The comparisons, as `deltalab.evaluation.compare.Comparison` has them, each with the step of the
+            model that the folder's model is compared with, and a `reference_file`, the `evaluations.json` of that one.
 
     Returns:
         The file.
@@ -93,7 +109,7 @@ def write(
                 left = [
                     row
                     for row in theirs["comparisons"]
-                    if row.get("reference_file") != here or (row["reference_step"], *_of(row)[1:]) not in changed
+                    if row.get("reference_file") != here or _of_reference(row) not in changed
                 ]
                 _write(other, {**theirs, "comparisons": left})
     for reference in dict.fromkeys(str(row["reference_file"]) for row in comparisons):
@@ -125,13 +141,25 @@ def _write(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells a row of results from others. A row of an older file has neither split nor limit: the defaults."""
-    return row["step"], row["task"], row["metric"], row.get("split") or "validation", row.get("limit")
+    """What tells a row of results from others. What a row of an older file does not name is the default."""
+    setting = {part.name: row.get(part.name) for part in fields(Setting)}
+    setting["split"] = setting["split"] or "validation"
+    return row["step"], row["task"], row["metric"], *setting.values()
+
+
+def _of_reference(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells the value of the model that a row compares with: the data may be other ones than its training's."""
+    return _of({**row, "step": row["reference_step"], "other_data": row.get("reference_other_data")})
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells a comparison from others."""
     return (*_of(row), row["reference"], row["reference_step"])
+
+
+def named_data(data: "Packed") -> str:
+    """Returns the name of packed data in settings: that of their folder, and the start of their hash."""
+    return f"{data.folder.resolve().name}-{data.meta['sha256'][:8]}"
 
 
 def fingerprint(files: Iterable[Path]) -> str:

@@ -21,8 +21,10 @@ from deltalab.store.queries import Ledger
 
 RUN, METRICS, EVALUATIONS = "run.json", "metrics.jsonl", "evaluations.json"
 EVALUATION = "evaluation"
-"""The split of the results of `platform eval`. In this split, a metric's name is `TASK METRIC`, or `TASK METRIC (SPLIT,
-limit N)`."""
+"""The split of the results of `platform eval`. In this split, a metric's name is `TASK METRIC`, or `TASK METRIC
+(SETTING)` where the task was not asked as by default."""
+MARKS = {"limit": "limit {}", "few_shot": "{}-shot", "max_length": "max length {}", "other_data": "data {}"}
+"""How a metric's name says each part of a `deltalab.evaluation.results.Setting` besides the split."""
 STDERR = "evaluation_stderr"
 """The split of the standard errors of these results, which have the names of the results."""
 SPEED = "tokens_per_second"
@@ -160,7 +162,7 @@ def add_evaluations(
 
     Args:
         run: The id of the run.
-        evaluations: Mappings with the keys step, task, metric and value, and perhaps stderr, split and limit.
+        evaluations: Mappings with the keys step, task, metric and value, and perhaps stderr and those of a setting.
         comparisons: Mappings as `evaluations.json` has them.
 
     Returns:
@@ -294,16 +296,19 @@ def _results(rows: Sequence[Mapping[str, Any]]) -> Metrics:
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    """The name of a value, with the split and the limit of its evaluation where these are not the defaults.
+    """The name of a value, with the setting of its evaluation where this is not the default.
 
     Examples:
         >>> _named({"task": "loss", "metric": "loss@64", "split": "validation", "limit": None})
         'loss loss@64'
         >>> _named({"task": "loss", "metric": "loss@64", "split": "test", "limit": 10})
         'loss loss@64 (test, limit 10)'
+        >>> _named({"task": "arc_easy", "metric": "acc", "few_shot": 5, "max_length": 512})
+        'arc_easy acc (5-shot, max length 512)'
     """
-    split, limit = row.get("split"), row.get("limit")
-    marks = [str(split)] * (split not in (None, "validation")) + [f"limit {limit}"] * (limit is not None)
+    split = row.get("split")
+    marks = [str(split)] * (split not in (None, "validation"))
+    marks += [text.format(row[key]) for key, text in MARKS.items() if row.get(key) is not None]
     return f"{row['task']} {row['metric']}" + (f" ({', '.join(marks)})" if marks else "")
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation import evaluate as evaluating
-from deltalab.evaluation.harness import HarnessOptions, find_tasks, harness
+from deltalab.evaluation.harness import HarnessOptions, asked_length, find_tasks, harness
 from deltalab.evaluation.items import Items, item_id, of_items
 from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder
 from deltalab.evaluation.results import Result
@@ -82,7 +82,8 @@ def measure(
             left_out |= reasons
         if suite.asked_by != "deltalab":
             limit = None if options.limit == suite.examples else options.limit
-            found = [replace(result, limit=limit) for result in found]
+            most = asked_length(folder, options.harness) if suite.asked_by == "harness" else None
+            found = [replace(result, limit=limit, max_length=most) for result in found]
         results += found
         if tasks == suite.tasks:
             results += means(suite, found, lengths[suite.name])
@@ -141,9 +142,11 @@ def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> li
         value = sum(part.value for part in parts) / len(parts)
         errors = [part.stderr for part in parts if part.stderr is not None]
         stderr = math.hypot(*errors) / len(parts) if len(errors) == len(parts) else None
-        split = next((part.split for part in parts if part.split), None)
+        asked = next((part for part in parts if part.split), parts[0])  # only some of a suite's tasks read packed data
         found.append(
-            Result(parts[0].step, suite.name, name + at, value, len(parts), stderr, split=split, limit=parts[0].limit)
+            replace(
+                asked, task=suite.name, metric=name + at, value=value, examples=len(parts), stderr=stderr, items=None
+            )
         )
     return found
 
@@ -232,7 +235,10 @@ def _ruler(
             score = SCORES[str(task.metric)]
             scores = [score(question, text) for question, text in zip(asked, written, strict=True)]
             result = _result(folder, label, f"{task.metric}@{length}", [q.prompt for q in asked], scores)
-            results.append(replace(result, split=options.split if sources.fills(task.settings) else None))
+            if options.data is not None and sources.fills(task.settings):
+                other = evaluating.other_data(folder, options.data)
+                result = replace(result, split=options.split, other_data=other)
+            results.append(result)
     if not results:
         raise InputError("; ".join(f"{task}: {reason}" for task, reason in left_out.items()))
     return results, left_out
