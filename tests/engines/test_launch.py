@@ -194,6 +194,11 @@ def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
         ({"gpus": 64}, "--gpus 64: this machine has 0"),
         ({"processes": 3}, "batch.sequences 8 must be a multiple of the 3 processes"),
         ({"given": ["optimiser.lr=1"]}, "--set: unknown setting 'optimiser.lr'; did you mean 'optimizer.lr'"),
+        (
+            {"given": ["graphs=true"]},
+            "--set graphs: only a training on one GPU replays CUDA graphs, and this one has 0: leave it out",
+        ),
+        ({"given": ["graphs=true", "compile=true"]}, "--set graphs: there are no CUDA graphs with compile: true"),
         ({"given": ["optimizer.lr=fast"]}, "--set optimizer.lr: must be a number of at least 0, not 'fast'"),
         ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
         ({"given": ["checkpoint.keep=1"]}, "--set checkpoint.keep: must be a whole number of at least 2"),

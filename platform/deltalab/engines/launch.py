@@ -38,6 +38,7 @@ from deltalab.export.recipe import (
     changed_recipe,
     check_setting,
     named_settings,
+    no_graphs,
     read_recipe,
 )
 from deltalab.export.retrain import load_rules
@@ -166,6 +167,10 @@ def prepare(
     if gpus > available:
         raise InputError(f"--gpus {gpus}: this machine has {available}; --gpus 0 trains on its CPUs")
     recipe = _recipe(folder, written, steps, given)
+    if _asked(given).get("graphs") and (why := no_graphs(all_settings(recipe), engine, gpus * nodes.count)):
+        raise InputError(f"--set graphs: {why}: leave it out")
+    if recipe["seconds"] is not None and engine == "torchtitan":
+        _ends_by_time(folder, version)
     _enough_rows(recipe, data, packed)
     world = (gpus or processes) * nodes.count
     try:
@@ -279,7 +284,20 @@ def start(
 def _is_trained(launch: Launch) -> bool:
     """Returns whether the checkpoint of the last step is complete."""
     complete = checkpoints.complete_checkpoints(launch.run)
-    return bool(complete) and int(complete[-1].name.removeprefix("step-")) >= launch.recipe["steps"]
+    if not complete:
+        return False
+    step = int(complete[-1].name.removeprefix("step-"))
+    return step >= launch.recipe["steps"] or _timed_out(launch, step)
+
+
+def _timed_out(launch: Launch, step: int) -> bool:
+    """Returns whether the time of a run ended with a step, as the engine writes after the checkpoint of this step."""
+    metrics, seconds = launch.run / "metrics.jsonl", launch.recipe["seconds"]
+    if seconds is None or not metrics.is_file():
+        return False
+    whole = [line for line in metrics.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+    rows = [row for line in whole if (row := json.loads(line))["name"] == "seconds" and row["step"] == step]
+    return bool(rows) and bool(rows[-1]["value"] >= seconds)
 
 
 def raise_from_log(launch: Launch) -> None:
@@ -405,15 +423,31 @@ def _recipe(folder: Path, written: Mapping[str, Any], steps: int | None, given: 
                 raise unknown("setting", f"{part}.{name}", default_settings(), where=str(folder / RECIPE_FILE))
     for key, value in named_settings(written).items():
         check_setting(key, value, where=f"{folder / RECIPE_FILE}: {key}")
+    asked = _asked(given)
+    if steps is not None:
+        asked["steps"] = steps
+    return with_defaults(changed_recipe({key: value for key, value in written.items() if key in DEFAULTS}, asked))
+
+
+def _asked(given: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings that a user gives as KEY=VALUE, by dotted key."""
     asked: dict[str, Any] = {}
     for pair in given:
         key, equals, text = pair.partition("=")
         if not equals:
             raise InputError(f"--set {pair}: give settings as KEY=VALUE")
         asked[key] = read_yaml(text, where=f"--set {key}")
-    if steps is not None:
-        asked["steps"] = steps
-    return with_defaults(changed_recipe({key: value for key, value in written.items() if key in DEFAULTS}, asked))
+    return asked
+
+
+def _ends_by_time(folder: Path, version: str) -> None:
+    """Raises `InputError` if torchtitan or the files that an export has for it know nothing of `seconds`."""
+    if version.startswith("0.2."):
+        raise InputError(
+            f"seconds: torchtitan {version} cannot end by time: install torchtitan 0.3, or take accelerate"
+        )
+    if not (folder / WHERE / "clock.py").is_file():
+        raise InputError(f"seconds: {folder} has files for torchtitan that cannot end by time: export it again")
 
 
 def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:

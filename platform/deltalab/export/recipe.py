@@ -53,6 +53,7 @@ def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[s
         **({"z_loss": train.z_loss} if train.z_loss else {}),
         "batch": {"sequences": train.batch_size, "length": length},
         "steps": train.steps,
+        **({"seconds": train.seconds} if train.seconds else {}),
         "precision": "fp32" if train.precision == "fp32" else "bf16",
         "seed": seed,
         "origin": {
@@ -223,11 +224,30 @@ def check_setting(key: str, value: object, *, where: str) -> None:
     elif isinstance(default, bool):
         if not isinstance(value, bool):
             raise InputError(f"{where}: must be true or false, not {value!r}")
+    elif key == "seconds":
+        if not _number(value) or not value:
+            raise InputError(f"{where}: must be a number of seconds above 0, or null, not {value!r}")
     elif key == "optimizer.betas":
         if not isinstance(value, list) or len(value) != 2 or not all(_number(beta) and beta < 1 for beta in value):
             raise InputError(f"{where}: must be two numbers in [0, 1), not {value!r}")
     elif not _number(value):
         raise InputError(f"{where}: must be a number of at least 0, not {value!r}")
+
+
+def no_graphs(settings: Mapping[str, Any], engine: str, gpus: float) -> str | None:
+    """Returns why no CUDA graphs are replayed in a training; None if they are.
+
+    Args:
+        settings: The settings by dotted key, at least those that differ from their defaults.
+        engine: torchtitan or accelerate.
+        gpus: The GPUs of all machines.
+    """
+    others: list[tuple[str, object]] = [("compile", True), ("activation_checkpointing", True)]
+    others += [("batch.documents", "reset"), *([("precision", "fp32")] if engine == "torchtitan" else [])]
+    for key, value in others:
+        if settings.get(key) == value:
+            return f"there are no CUDA graphs with {key}: {str(value).lower()}"
+    return None if gpus == 1 else f"only a training on one GPU replays CUDA graphs, and this one has {gpus:g}"
 
 
 def named_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ DEFAULTS: dict[str, Any] = {
     "z_loss": 0.0,
     "batch": {"sequences": 128, "length": 2048, "micro": None, "documents": "cross"},
     "steps": 1000,
+    "seconds": None,
     "precision": "bf16",
     "seed": 0,
     "activation_checkpointing": False,
@@ -35,6 +36,8 @@ DEFAULTS: dict[str, Any] = {
   documents `cross`, the state runs on from one document of a row to the next; `reset` empties the state in between.
 - `schedule`: a linear warm-up, then a decay of kind `cosine`, `linear`, `constant` or `wsd` down to `final`, a share of
   lr. `wsd` is constant up to `stable`, a share of the steps, and then decays as the word `decay` says.
+- `seconds`: the seconds of training steps after which a training ends, unless `steps` ends it before; null for no end.
+  The rates follow whichever of the two is nearer to its end.
 - `graphs`: whether a single GPU replays blocks as CUDA graphs, unless it checkpoints or compiles the blocks.
 - `every` of `log`, `checkpoint` and `validation` counts steps; null means that the number of steps decides.
 """
@@ -96,15 +99,17 @@ def with_defaults(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def rate_factor(recipe: Mapping[str, Any], step: int) -> float:
+def rate_factor(recipe: Mapping[str, Any], step: int, spent: float = 0.0) -> float:
     """Returns the factor of the learning rates in the update that follows `step` updates.
 
     Args:
         recipe: A recipe that `with_defaults` completed.
         step: The updates so far.
+        spent: The seconds of training steps so far; without effect if the recipe sets no `seconds`.
     """
+    done = step if recipe["seconds"] is None else max(step, min(1.0, spent / recipe["seconds"]) * recipe["steps"])
     rest = {name: value for name, value in recipe["schedule"].items() if name != "warmup_steps"}
-    return learning_rate(1.0, step, recipe["steps"], warmup=recipe["schedule"]["warmup_steps"], **rest)
+    return learning_rate(1.0, done, recipe["steps"], warmup=recipe["schedule"]["warmup_steps"], **rest)
 
 
 def micro_batch(recipe: Mapping[str, Any], world: int) -> int:

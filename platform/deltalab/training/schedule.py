@@ -12,7 +12,7 @@ DECAYS = ("linear", "cosine", "sqrt")
 
 def learning_rate(
     lr: float,
-    step: int,
+    step: float,
     steps: int,
     *,
     warmup: int,
@@ -25,7 +25,7 @@ def learning_rate(
 
     Args:
         lr: The largest learning rate.
-        step: The updates so far.
+        step: The updates so far. It need not be whole: time may say how much of a training is done.
         steps: The updates of the whole training.
         warmup: The updates in which the rate rises, the first of them by lr / warmup.
         kind: How the rate falls after them: cosine, linear, constant or wsd.

@@ -11,6 +11,8 @@ from deltalab.training.schedule import learning_rate
 
 MOST = {"steps": 10**9, "batch_size": 2**20, "evaluations": 10**5, "eval_batches": 10**6}
 """The largest value of each whole number in `TrainSpec`."""
+MOST_SECONDS = 1e9
+"""The largest `seconds`."""
 MOST_RATE = 1e38
 """The largest lr, weight_decay and clip."""
 
@@ -31,7 +33,7 @@ class TrainSpec:
     """A training by AdamW or Muon, with linear warm-up, a decay, and clipping of the gradient's norm.
 
     Attributes:
-        steps: The batches to train on.
+        steps: The batches to train on; with `seconds`, the most of them.
         batch_size: The sequences of a batch.
         lr: The largest learning rate.
         optimizer: adamw; or muon, which moves the matrices of the blocks by orthogonal steps as large as AdamW's, with
@@ -48,6 +50,9 @@ class TrainSpec:
         eval_batches: The batches of `batch_size` sequences in the fixed validation split, and again in the test split.
         precision: `fp32`, or `bf16` for autocast over fp32 weights. `auto` is bf16 on a GPU and fp32 on a CPU.
         device: `cpu` or `cuda`. `auto` is a GPU if there is one.
+        seconds: The seconds of training steps after which a run ends, unless `steps` ends it before; None for no end.
+            The learning rate follows whichever of the two is nearer to its end. It is no `deadline`, which is of the
+            study: a trial that has taken so long fails, and all that it does counts.
 
     Raises:
         InputError: A value is out of range, such as no steps or a negative rate.
@@ -70,6 +75,7 @@ class TrainSpec:
     eval_batches: int = 4
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    seconds: float | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluations", "eval_batches"):
@@ -91,6 +97,12 @@ class TrainSpec:
                 raise InputError(f"train.{name} must be a finite number from 0 to {high:g}, not {value!r}")
             # 1 and 1.0 must give the same trial.
             object.__setattr__(self, name, float(value))
+        if self.seconds is not None:
+            if not _is_number(self.seconds) or not 0 < self.seconds <= MOST_SECONDS:
+                raise InputError(
+                    f"train.seconds must be a number above 0 and at most {MOST_SECONDS:g}, not {self.seconds!r}"
+                )
+            object.__setattr__(self, "seconds", float(self.seconds))
         betas = self.betas
         if (
             not isinstance(betas, list | tuple)
@@ -111,7 +123,7 @@ class TrainSpec:
         """Returns the steps after which the validation split is measured."""
         return [round(self.steps * (i + 1) / self.evaluations) for i in range(self.evaluations)]
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate(self, step: float) -> float:
         """Returns the learning rate of the update that follows `step` updates.
 
         Examples:

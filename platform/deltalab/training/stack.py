@@ -87,6 +87,11 @@ class Stack:
     def __len__(self) -> int:
         return len(self.optimizer.runs)
 
+    @property
+    def steps(self) -> int:
+        """The steps that this stack has taken, as far as the first of them, which compile."""
+        return self._warm + (self.graph is not None)
+
     def advance(self, begin: int, end: int) -> None:
         """Trains the runs from `begin` updates to `end` updates."""
         for first in range(begin, end, BLOCK):

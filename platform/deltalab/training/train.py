@@ -25,6 +25,7 @@ from deltalab.training.device import hardware
 from deltalab.training.evaluation import Metric
 from deltalab.training.spec import TrainSpec, stackable
 from deltalab.training.stack import Unstackable
+from deltalab.training.time_budget import STEPS
 from deltalab.training.trainer import LockStep, RunResult, most_stacked
 
 __all__ = [
@@ -199,7 +200,7 @@ def _trained(
         if step <= trial.step:
             continue
         going = [i for i in members if any(run.member == i and trial.going(run) for run in trial.runs)]
-        if not going:
+        if not going or (trial.budget is not None and trial.budget.over):
             break
         trial.advance(step, "validation")
         if checkpoint is not None and (now := time.monotonic()) - saved >= pause:
@@ -208,13 +209,15 @@ def _trained(
             if checkpoint_seconds is None:
                 pause = max(CHECKPOINT_SECONDS, 20 * (saved - now))
         for i in going:
-            if watch(i, step, trial.results(i)):
+            if watch(i, trial.step, trial.results(i)):
                 trial.end(i)
     if test:
         trial.measure("test")
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     costs, machine = trial.costs(), hardware(trial.device) | trial.how()
+    if trial.budget is not None:
+        costs = [*costs, ("cost", STEPS, trial.step, float(trial.step))]
     for run in trial.runs:
         run.metrics += costs
     parameters = sum(p.numel() for p in trial.network.parameters())

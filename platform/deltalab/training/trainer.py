@@ -20,7 +20,8 @@ from deltalab.training.device import device_type, moment, seconds_between
 from deltalab.training.evaluation import Evaluation, Metric, Sums, costs, means
 from deltalab.training.optimizer import Adam, Layout, Moments
 from deltalab.training.spec import OF_A_ROW, TrainSpec, stackable
-from deltalab.training.stack import BLOCK, Stack
+from deltalab.training.stack import BLOCK, WARM_UP, Stack
+from deltalab.training.time_budget import TimeBudget, TimedRates
 
 SATURATED = {"cpu": 3 * 2**17, "cuda": 2**28}
 """The largest useful stack, as the elements n B T d beyond which stacking more runs no longer saves time.
@@ -140,7 +141,11 @@ class LockStep:
             for number, member_model in enumerate(models)
             for seed, start in zip(seeds, starts[models.index(member_model)], strict=True)
         ]
-        self._rates = [list(map(spec.learning_rate, range(spec.steps))) for spec in self.specs]
+        self.budget = None if spec.seconds is None else TimeBudget(spec.seconds, spec.steps)
+        self._rates: list[Sequence[float]] = [
+            list(map(spec.learning_rate, range(spec.steps))) if self.budget is None else TimedRates(spec, self.budget)
+            for spec in self.specs
+        ]
         self._evaluation = Evaluation(task, spec.batch_size, spec.eval_batches, self.device, bf16=self.bf16, beat=beat)
         self.stacks: list[tuple[list[_Run], Stack]] = []
         self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -183,17 +188,22 @@ class LockStep:
             muon=self.spec.optimizer == "muon",
             z_loss=self.spec.z_loss,
             pool=self._graphs,
-            beat=self.beat,
+            beat=self.beat if self.budget is None else self._beat_by_time,
         )
+
+    def _beat_by_time(self, what: str, step: int | None = None, ends: float = math.inf) -> None:
+        """Tells the share of the training that is done as a step, which the number of steps alone would not tell."""
+        assert self.budget is not None
+        self.beat(what, None if step is None else int(self.budget.place(step)), ends)
 
     def advance(self, until: int, split: str | None = None) -> None:
         """Trains every run up to `until` updates, records the last training loss, and then measures `split`.
 
-        The evaluation is launched before any result of the training is read, so that a GPU does not wait for the host.
+        If the time of the training ends before, so does the training. The evaluation is launched before any result of
+        the training is read, so that a GPU does not wait for the host.
         """
         begin, began = moment(self.device), time.perf_counter()
-        for _, stack in self.stacks:
-            stack.advance(self.step, until)
+        until = self._advanced(until)
         end = moment(self.device)
         self.passed += time.perf_counter() - began
         self.trained += sum(len(runs) for runs, _ in self.stacks) * (until - self.step)
@@ -217,6 +227,27 @@ class LockStep:
         if split is not None:
             self._record(split, sums)
         self._keep()
+
+    def _advanced(self, until: int) -> int:
+        """Trains every run up to `until` updates, or to the end of the time. Returns the number of updates."""
+        if self.budget is None:
+            for _, stack in self.stacks:
+                stack.advance(self.step, until)
+            return until
+        step = self.step
+        while step < until and not self.budget.over:
+            uncounted = [stack for _, stack in self.stacks if stack.steps <= WARM_UP]  # these steps compile
+            last = min(until, step + (WARM_UP + 1 if uncounted else self.budget.next_block()))
+            begin = moment(self.device)
+            for _, stack in self.stacks:
+                stack.advance(step, last)
+            end = moment(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            runs = sum(len(runs) for runs, _ in self.stacks)  # which share the time
+            self.budget.read(last, None if uncounted else seconds_between(begin, end) / runs)
+            step = last
+        return step
 
     def end(self, member: int) -> None:
         """Stops the runs of a member."""
@@ -298,6 +329,7 @@ class LockStep:
             "passed": self.passed,
             "trained": self.trained,
             "ended": self.ended,
+            "spent": 0.0 if self.budget is None else self.budget.spent,
             "runs": [
                 {"state": tuple(run.state), "metrics": run.metrics, "diverged_at": run.diverged_at} for run in self.runs
             ],
@@ -308,6 +340,8 @@ class LockStep:
         self.step, self.seconds, self.trained = saved["step"], saved["seconds"], saved["trained"]
         self.passed = saved.get("passed", self.seconds)  # Early releases timed a CPU by the clock on the wall.
         self.ended = list(saved["ended"])
+        if self.budget is not None:
+            self.budget.go_on(self.step, saved["spent"])
         for run, saved_run in zip(self.runs, saved["runs"], strict=True):
             run.state, run.diverged_at = Moments(*saved_run["state"]), saved_run["diverged_at"]
             run.metrics = [tuple(metric) for metric in saved_run["metrics"]]

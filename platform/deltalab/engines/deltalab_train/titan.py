@@ -23,12 +23,14 @@ from deltalab.training.recipe_keys import micro_batch, rate_factor
 
 from . import FOLDER, folder, launcher, lock, metrics_file
 from .batches import IGNORE, Batches, Rows, held_out
+from .clock import Clock
 from .kept import remove_oldest
 
 RECIPE = folder.recipe()
 HELD = lock.share(Path(os.environ["DELTALAB_RUN"]))
 """The lock on the run. It lasts as long as this process, since nothing closes the file."""
 launcher.end_with_launcher()
+CLOCK = Clock(RECIPE["seconds"])
 
 KEPT_BYTES = 4 * 2**30
 """Gathered weights of at most so many bytes stay on each GPU from the forward to the backward pass. Larger weights are
@@ -177,7 +179,10 @@ def groups(module: Pretraining) -> list[tuple[list[str], dict[str, Any]]]:
 
 
 class Loader:
-    """The training rows as torchtitan's dataloader. Its state is the number of rows that all processes have seen."""
+    """The training rows as torchtitan's dataloader. Its state is the number of rows that all processes have seen.
+
+    Where time ends the training, the time that is spent is part of the state.
+    """
 
     def start(self, rank: int, world: int) -> None:
         """Begins the stream of rows, for process `rank` of `world`."""
@@ -189,12 +194,13 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream of rows."""
-        return {"rows": self.batches.seen}
+        return {"rows": self.batches.seen} | ({} if CLOCK.seconds is None else {"seconds": CLOCK.spent})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes to a place in the stream of rows."""
         if state_dict:
             self.batches.seen = state_dict["rows"]
+            CLOCK.spent = state_dict.get("seconds", 0.0)
 
 
 def _with_targets(pair: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -217,21 +223,28 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
         context: A function that makes the context in which torchtitan runs the model.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    model.eval()  # no z-loss, and no balance loss of experts
-    for pair in held_out(packed().split("validation"), RECIPE, micro_batch(RECIPE, world), rank, world):
-        inputs, targets = _with_targets(pair)
-        tokens = inputs.pop("input")
-        with context():
-            loss = model(tokens.to(device), **{name: value.to(device) for name, value in inputs.items()})
-        sums += torch.stack([loss.double(), (targets != IGNORE).sum().to(device).double()])
-    model.train()
-    dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+    with CLOCK.stopped():
+        model.eval()  # no z-loss, and no balance loss of experts
+        for pair in held_out(packed().split("validation"), RECIPE, micro_batch(RECIPE, world), rank, world):
+            inputs, targets = _with_targets(pair)
+            tokens = inputs.pop("input")
+            with context():
+                loss = model(tokens.to(device), **{name: value.to(device) for name, value in inputs.items()})
+            sums += torch.stack([loss.double(), (targets != IGNORE).sum().to(device).double()])
+        model.train()
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
 
 
 def due(step: int) -> bool:
     """Returns whether validation is due after a step."""
-    return step == RECIPE["steps"] or not step % RECIPE["validation"]["every"]
+    return CLOCK.over or step == RECIPE["steps"] or not step % RECIPE["validation"]["every"]
+
+
+def goes_on(trainer: type[Any]) -> None:
+    """Makes a class of torchtitan's trainers end with the step in which the time ends."""
+    goes_on = trainer.should_continue_training
+    trainer.should_continue_training = lambda self: goes_on(self) and not CLOCK.over
 
 
 class MetricsLogger(BaseLogger):  # type: ignore[misc]
@@ -265,7 +278,7 @@ PER_GPU = ("throughput(tps)",)
 
 
 def keep_as_asked(manager: type[Any]) -> None:
-    """Makes a class of torchtitan's checkpoint managers keep as many checkpoints as the recipe says.
+    """Makes a class of torchtitan's checkpoint managers keep as many checkpoints as the recipe says, and the last one.
 
     torchtitan itself keeps up to two more: it removes old checkpoints before the new one has a folder, and none after
     the last step.
@@ -273,12 +286,18 @@ def keep_as_asked(manager: type[Any]) -> None:
     save = manager.save
 
     def save_and_remove(self: Any, curr_step: int, last_step: bool = False) -> Any:
+        last_step = last_step or CLOCK.over
+        due = last_step or not curr_step % RECIPE["checkpoint"]["every"]
+
         def remove() -> None:
-            if dist.get_rank() == 0 and (last_step or not curr_step % RECIPE["checkpoint"]["every"]):
+            if dist.get_rank() == 0 and due:
                 remove_oldest(run_folder() / "checkpoints", RECIPE["checkpoint"]["keep"])
 
         remove()
-        saved = save(self, curr_step, last_step=last_step)
+        with CLOCK.stopped():
+            saved = save(self, curr_step, last_step=last_step)
+        if due and CLOCK.seconds is not None and dist.get_rank() == 0:
+            metrics_file.append(curr_step, [("train", "seconds", CLOCK.spent)])
         if last_step:  # torchtitan waits until this checkpoint is whole
             remove()
         return saved
@@ -288,7 +307,8 @@ def keep_as_asked(manager: type[Any]) -> None:
 
 def factor(step: int) -> float:
     """Returns the factor of the learning rates in the update that follows `step` updates."""
-    return rate_factor(RECIPE, step)
+    CLOCK.tick(step)
+    return rate_factor(RECIPE, step, CLOCK.spent)
 
 
 def world() -> int:

@@ -33,6 +33,7 @@ if not hasattr(dist, "set_timeout"):
     # torchtitan 0.3.0 calls this function, which torch 2.13 does not have yet.
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 titan.keep_as_asked(CheckpointManager)
+titan.goes_on(Trainer)
 
 
 class Pretraining(titan.Pretraining, BaseModel):  # type: ignore[misc]

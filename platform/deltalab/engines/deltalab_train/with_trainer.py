@@ -3,6 +3,7 @@
 accelerate launch -m deltalab_train.with_trainer
 """
 
+import json
 import os
 import shutil
 import time
@@ -23,9 +24,12 @@ from deltalab.training.recipe_keys import micro_batch, rate_factor
 
 from . import FOLDER, folder, launcher, lock, metrics_file
 from .batches import Rows, batch
+from .clock import Clock
 from .kept import named_checkpoints, remove_oldest
 
 CHECKPOINTS = "checkpoints"
+SPENT = "seconds.json"
+"""The file of a checkpoint with the seconds of its steps, where time ends the training."""
 
 
 class TrainingRows(Dataset[Any]):
@@ -80,11 +84,12 @@ class Deterministic(Trainer):  # type: ignore[misc]
 
     Args:
         recipe: The recipe, with all settings.
+        clock: The time of the steps, which the learning rates follow.
         **given: The arguments of Trainer.
     """
 
-    def __init__(self, recipe: Mapping[str, Any], **given: Any) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Mapping[str, Any], clock: Clock, **given: Any) -> None:
+        self.recipe, self.clock = recipe, clock
         super().__init__(**given)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -117,16 +122,25 @@ class Deterministic(Trainer):  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
         """Makes the scheduler of the recipe, whose rates are a study's."""
-        scheduler = LambdaLR(optimizer or self.optimizer, lambda step: rate_factor(self.recipe, step))
+
+        def factor(step: int) -> float:
+            self.clock.tick(step)
+            return rate_factor(self.recipe, step, self.clock.spent)
+
+        scheduler = LambdaLR(optimizer or self.optimizer, factor)
         self.lr_scheduler, self._created_lr_scheduler = scheduler, True
         return scheduler
+
+    def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
+        with self.clock.stopped():
+            super()._maybe_log_save_evaluate(*given, **named)
 
 
 class Record(TrainerCallback):  # type: ignore[misc]
     """Writes `metrics.jsonl`, names each checkpoint once it is complete, and removes the oldest checkpoints."""
 
-    def __init__(self, run: Path, tokens_a_step: int, keep: int) -> None:
-        self.run, self.tokens_a_step, self.keep = run, tokens_a_step, keep
+    def __init__(self, run: Path, tokens_a_step: int, keep: int, clock: Clock) -> None:
+        self.run, self.tokens_a_step, self.keep, self.clock = run, tokens_a_step, keep, clock
         self.trainer: Trainer | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -135,8 +149,10 @@ class Record(TrainerCallback):  # type: ignore[misc]
             self.since, self.step = time.perf_counter(), state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Asks for a validation after the last step."""
-        if args.do_eval and state.global_step == state.max_steps:
+        """Asks for a validation after the last step, which may be that in which the time ends."""
+        if self.clock.over:
+            control.should_training_stop = control.should_log = control.should_save = True
+        if args.do_eval and (self.clock.over or state.global_step == state.max_steps):
             control.should_evaluate = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -167,7 +183,12 @@ class Record(TrainerCallback):  # type: ignore[misc]
             folder = self.run / CHECKPOINTS
             target = folder / f"step-{state.global_step}"
             shutil.rmtree(target, ignore_errors=True)
-            (folder / f"checkpoint-{state.global_step}").rename(target)
+            whole = folder / f"checkpoint-{state.global_step}"
+            if self.clock.seconds is not None:
+                (whole / SPENT).write_text(json.dumps(self.clock.spent))
+            whole.rename(target)
+            if self.clock.seconds is not None:
+                metrics_file.append(state.global_step, [("train", "seconds", self.clock.spent)])
             remove_oldest(folder, self.keep)
         self.trainer.accelerator.wait_for_everyone()
         self.since, self.step = time.perf_counter(), state.global_step
@@ -192,9 +213,11 @@ def main() -> None:
         model.model.graph_blocks()
     validation = FirstRows(data.split("validation"), length, recipe["validation"]["sequences"])
     optimizer = recipe["optimizer"]
-    record = Record(run, count * length, recipe["checkpoint"]["keep"])
+    clock = Clock(recipe["seconds"])
+    record = Record(run, count * length, recipe["checkpoint"]["keep"], clock)
     trainer = Deterministic(
         recipe,
+        clock,
         model=model,
         args=TrainingArguments(
             output_dir=str(run / CHECKPOINTS),
@@ -236,6 +259,8 @@ def main() -> None:
         model.shard_gates()
     record.trainer = trainer
     checkpoints = named_checkpoints(run / CHECKPOINTS)
+    if checkpoints and clock.seconds is not None:
+        clock.spent = json.loads((checkpoints[-1] / SPENT).read_text())
     trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

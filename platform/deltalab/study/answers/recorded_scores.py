@@ -10,6 +10,7 @@ from deltalab.statistics.seed_choice import Run, Scores
 from deltalab.store import Arm, FinalMetric, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_measures, recorded_tasks
+from deltalab.training.time_budget import STEPS
 
 BACKWARD = 3
 """The operations of a training step, divided by the operations of its forward pass."""
@@ -47,7 +48,7 @@ class RecordedScores:
         metrics = {task.metric for task in self.compared.values()}
         if self.spec.is_ladder:
             metrics.add("loss")  # ladders fit the loss
-        wanted = {*product(("validation", "test"), metrics), *(("cost", cost) for cost in RECORDED_COSTS)}
+        wanted = {*product(("validation", "test"), metrics), *(("cost", cost) for cost in (*RECORDED_COSTS, STEPS))}
         self.finals = _by_trial(store.final_metrics(study.id, metrics=wanted))
         self._read = wanted
 

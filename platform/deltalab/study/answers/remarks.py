@@ -16,6 +16,7 @@ from deltalab.study.answers.sensitivity import range_end_notes, sweep
 from deltalab.study.answers.wording import format_interval, format_p
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask
 from deltalab.study.specs.setting_text import settings_text
+from deltalab.training.time_budget import STEPS
 
 TIMED_WITH = {
     "device": "device",
@@ -368,6 +369,7 @@ def answer_notes(
         + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
         *_about_engine(spec),
         *_about_flops(ledger),
+        *_about_seconds(ledger),
         *_about_headline(ledger, has_headline),
         *_about_looks(spec, is_open=is_open),
         *([presets] if presets else []),
@@ -421,6 +423,28 @@ def _about_flops(ledger: RecordedScores) -> Iterator[str]:
             "train.flops: each run took the most whole steps within as many operations of matrix products, forward "
             f"and backward: {'; '.join(lines)}."
         )
+
+
+def _about_seconds(ledger: RecordedScores) -> Iterator[str]:
+    """Yields how many steps the runs of each arm made in their time, where time ends them."""
+    for task in ledger.tasks:
+        reached: dict[str, list[float]] = {}
+        given: set[tuple[float, int]] = set()
+        for trial in ledger.trials:
+            if (trial.task, trial.stage) == (task, "confirm") and (seconds := trial.config["train"].get("seconds")):
+                given.add((seconds, trial.config["train"]["steps"]))
+                steps = ledger.finals.get(trial.key, {}).get(("cost", STEPS), {})
+                reached.setdefault(trial.arm, []).extend(steps.values())
+        for seconds, most in given:
+            spans = [
+                f"{arm} {min(steps):,.0f}" + (f" to {max(steps):,.0f}" if min(steps) < max(steps) else "")
+                for arm, steps in reached.items()
+                if steps
+            ]
+            yield (
+                f"train.seconds: each run on {task} trained for {seconds:g} s of steps, or for {most:,} steps if these "
+                f"ended before. Steps reached: {'; '.join(spans)}."
+            )
 
 
 def _about_headline(ledger: RecordedScores, has_headline: bool) -> Iterator[str]:

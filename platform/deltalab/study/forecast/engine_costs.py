@@ -42,9 +42,10 @@ def engine_notes(plan: Plan, costs: Sequence[ModelCosts], seconds: Sequence[floa
     gpus = int(plan.spec.resources.gpu)
     known = [time for time in seconds if time is not None]
     hours = f", about {sum(known) * gpus / 3600:.2g} GPU hours" if gpus and len(known) == len(seconds) and known else ""
+    most = "at most " if any(arm.config["train"].get("seconds") for arm in plan.arms) else ""
     of_each = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{engine.processes} process{'es' * (engine.processes > 1)}"
     return [
-        f"engine: {engine.name} trains {plan.runs} runs one by one on {of_each} each: {_count(tokens)} tokens in "
+        f"engine: {engine.name} trains {plan.runs} runs one by one on {of_each} each: {most}{_count(tokens)} tokens in "
         f"all{hours}. Newest checkpoints and weights take {_gib(kept)} at the end, and up to {_gib(at_once)} more "
         "while runs train."
     ]

@@ -251,7 +251,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             state_size=None if math.isnan(cost.cache.state) else int(cost.cache.state),
             kv_cache=cost.cache.kv,
             conv_cache=cost.cache.conv,
-            seconds=None if step is None else (searched + runs) * (step * _steps(training) + beside_steps(plan)),
+            seconds=None if step is None else (searched + runs) * (_seconds(training, step) + beside_steps(plan)),
         )
         for arm, runs, (cost, dead), training, step in zip(
             plan.arms, confirmed, costs, trainings, times.steps, strict=True
@@ -308,6 +308,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
             *_extended(plan),
             *_one_rate(plan),
             *_flops(plan),
+            *_within_seconds(plan, trainings, times.steps),
             *_passes(trainings),
             *_not_checked(plan),
             *_one_by_one(plan),
@@ -469,15 +470,20 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> _Times:
     return _Times([*steps], "this machine", how)
 
 
-def _steps(training: Training) -> float:
-    """The steps of a run, its evaluations included. A batch of an evaluation counts as a third of a training step."""
+def _seconds(training: Training, step: float) -> float:
+    """The time of a run, its evaluations included.
+
+    Args:
+        training: The run.
+        step: The seconds of a training step. A batch of an evaluation counts as a third of one.
+    """
     spec, task = training.spec, training.task
     tokens = 0
     for split, times in (("validation", spec.evaluations), ("test", 1)):
         for other in task.evaluations().values():
             size, batches = task.evaluated(other, split, spec.batch_size, spec.eval_batches)
             tokens += times * size * batches * other.length
-    return spec.steps + tokens / (spec.batch_size * task.length) / 3
+    return min(step * spec.steps, spec.seconds or math.inf) + step * tokens / (spec.batch_size * task.length) / 3
 
 
 def _one_rate(plan: Plan) -> list[str]:
@@ -498,6 +504,33 @@ def _flops(plan: Plan) -> list[str]:
             others = f", and of all arms {min(steps):,} to {max(steps):,}" if len(set(steps)) > 1 else ""
             own = base.config["train"]["steps"]
             lines.append(f"train.flops: {base.flops:g} operations on {task} are {own:,} steps of the base{others}.")
+    return lines
+
+
+def _within_seconds(plan: Plan, trainings: list[Training], steps: Sequence[float | None]) -> list[str]:
+    """Notes how many steps the time of a training is on each task, if time ends it.
+
+    Args:
+        plan: The study.
+        trainings: The training of each arm.
+        steps: The seconds of a step of each arm; None where it is not known.
+    """
+    lines = []
+    for task in plan.tasks:
+        here = [
+            (training.spec, step)
+            for training, step, arm in zip(trainings, steps, plan.arms, strict=True)
+            if arm.task == task
+        ]
+        seconds = here[0][0].seconds
+        if seconds is not None:
+            counts = [min(spec.steps, int(seconds / step)) for spec, step in here if step is not None]
+            about = f", about {min(counts):,} to {max(counts):,} of them by the time of a step" if counts else ""
+            lines.append(
+                f"train.seconds: on {task}, {seconds:g} s of steps or {here[0][0].steps:,} steps end a run{about}."
+            )
+            if counts and max(counts) == here[0][0].steps:
+                lines.append(f"train.seconds: train.steps may end runs on {task} before their time: give more steps.")
     return lines
 
 

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from deltalab.authoring.files import study_folder
 from deltalab.errors import InputError, unknown
+from deltalab.export.recipe import no_graphs
 from deltalab.models.hybrids import PRESET, find_hybrid
 from deltalab.models.spec import MIXER
 from deltalab.own_module import as_rule
@@ -291,8 +292,9 @@ class StudySpec(_Strict):
             **{f"for_task.{name}": change.train for name, change in self.for_task.items()},
         }
         of_arms = {f"arms.{name}": change.train for name, change in self.arms.items()}
-        if arm := next((where for where, train in of_arms.items() if "flops" in train), None):
-            raise ValueError(f"{arm} sets train.flops, and all arms train for as many: give it in base")
+        for key in ("flops", "seconds"):
+            if arm := next((where for where, train in of_arms.items() if key in train), None):
+                raise ValueError(f"{arm} sets train.{key}, and all arms train for as many: give it in base")
         budget = next((where for where, train in of_all.items() if "flops" in train), None)
         if budget is None:
             return self
@@ -312,18 +314,29 @@ class StudySpec(_Strict):
         return self
 
     @model_validator(mode="after")
-    def _graphs_are_replayed(self) -> Self:
-        settings = {} if self.engine is None else self.engine.settings
-        if not settings.get("graphs"):
+    def _seconds_are_the_budget(self) -> Self:
+        sections = {"base": self.base.train, **{f"for_task.{name}": part.train for name, part in self.for_task.items()}}
+        where = next((name for name, train in sections.items() if train.get("seconds") is not None), None)
+        paths = [*(self.tune.searched if self.tune else ()), *(self.search.searched if self.search else ())]
+        if "train.seconds" in paths:
+            raise ValueError("train.seconds is the same for all candidates: give it in base")
+        if where is None:
             return self
-        for key, value in (("compile", True), ("activation_checkpointing", True), ("batch.documents", "reset")):
-            if settings.get(key) == value:
-                raise ValueError(f"engine.settings.graphs: there are no CUDA graphs with {key}: {str(value).lower()}")
-        if self.resources.gpu != 1:
-            raise ValueError(
-                "engine.settings.graphs: only a training on one GPU replays CUDA graphs: with resources.gpu "
-                f"{self.resources.gpu:g}, leave it out"
-            )
+        if any("flops" in train for train in sections.values()):
+            raise ValueError(f"{where} sets train.seconds beside train.flops: leave one out")
+        if self.scales is not None:
+            raise ValueError(f"{where} sets train.seconds, and a ladder fits its sizes by their steps: leave one out")
+        if self.search and self.search.fidelity:
+            raise ValueError(f"{where} sets train.seconds, and the rungs of search.fidelity give steps: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_are_replayed(self) -> Self:
+        if self.engine is None or not self.engine.settings.get("graphs"):
+            return self
+        settings = self.engine.settings | {"precision": self.base.train.get("precision")}
+        if why := no_graphs(settings, self.engine.name, self.resources.gpu):
+            raise ValueError(f"engine.settings.graphs: {why}: leave it out")
         return self
 
     @model_validator(mode="after")

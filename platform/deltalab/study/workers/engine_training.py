@@ -35,6 +35,7 @@ from deltalab.training.beat import Beat
 from deltalab.training.device import hardware
 from deltalab.training.evaluation import Metric
 from deltalab.training.spec import TrainSpec
+from deltalab.training.time_budget import STEPS
 from deltalab.training.train import RunResult, TrialResult
 from deltalab.training.trainer import LockStep
 
@@ -147,9 +148,11 @@ def _run(
         if launch.was_killed(run, status):
             raise Lost(f"{engine['name']} was killed: {reason}", "infrastructure")
         raise RuntimeError(f"{engine['name']} ended with status {status}: {reason}")
-    metrics = _curves(run, task)
     *older, newest = checkpoints.complete_checkpoints(run)
-    if not any((split, step) == ("validation", train.steps) for split, _, step, _ in metrics):
+    reached = int(newest.name.removeprefix("step-"))
+    # Before a kill, a run whose time ended it may have come further than after it.
+    metrics = [metric for metric in _curves(run, task) if metric[2] <= reached]
+    if not any((split, step) == ("validation", reached) for split, _, step, _ in metrics):
         shutil.rmtree(newest)  # the engine was killed after its last checkpoint, before it measured that
         raise Lost(f"{run}: the last step was not validated", "infrastructure")
     for checkpoint in older:
@@ -162,10 +165,12 @@ def _run(
     if lost_at is not None:
         return RunResult(seed, lost_at, metrics, weights), speed
     beat("measuring the trained model")
-    metrics += _measured(task, member, seed, weights, test=job.stage == "confirm", beat=beat)
+    metrics += _measured(task, member, seed, weights, reached, test=job.stage == "confirm", beat=beat)
+    if train.seconds is not None:
+        metrics.append(("cost", STEPS, reached, float(reached)))
     if engine["evaluate"] and job.stage == "confirm":
         beat("evaluating the trained model")
-        metrics += _evaluated(run, task, engine, train.steps)
+        metrics += _evaluated(run, task, engine, reached)
     return RunResult(seed, None, metrics, weights), speed
 
 
@@ -187,6 +192,7 @@ def _measured(
     member: tuple[ModelSpec, TrainSpec],
     seed: int,
     weights: Mapping[str, torch.Tensor],
+    step: int,
     *,
     test: bool,
     beat: Beat,
@@ -195,7 +201,7 @@ def _measured(
     trial = LockStep(task, [member], [seed], beat=beat)
     ((_, stack),) = trial.stacks
     stack.state.weights.copy_(trial.layout.pack(weights)[None])
-    trial.step = member[1].steps
+    trial.step = step
     if test:
         trial.measure("test")
     (result,) = trial.results(0)
