@@ -91,7 +91,7 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ),
         (
             {"engine": {"name": "torchtitan", "settings": {"graphs": True}}},
-            "engine.settings.graphs: only a training on one GPU replays CUDA graphs: with resources.gpu 0, leave",
+            "engine.settings.graphs: only a training on one GPU replays CUDA graphs, and this one has 0: leave it out",
         ),
         (
             {
@@ -104,6 +104,14 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": {"name": "torchtitan", "processes": 3}}, "base: train.batch_size 8 must be a multiple of the 3"),
         ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `platform"),
         ({"task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32, "corpus": None}}}, "mqar"),
+        (
+            {"arms": {"comba": {"rule": "comba", "train": {"seconds": 9}}}},
+            "arms.comba sets train.seconds, and all arms train for as many: give it in base",
+        ),
+        (
+            {"base": {**STUDY["base"], "train": {"batch_size": 8, "lr": 0.02, "seconds": 9, "flops": 1e9}}},
+            "base sets train.seconds beside train.flops: leave one out",
+        ),
         ({"resources": {"gpu": 0.5}}, "resources.gpu must be a whole number with an engine, not 0.5"),
         ({"resources": {"gpu": 1}}, "engine.processes is for CPUs"),
         ({"resources": {"gpu": 2}, "engine": None}, "resources.gpu must be at most 1 without an engine, not 2"),
@@ -238,6 +246,14 @@ def test_the_shipped_study_trains_on_packed_data(packed: Path, profile: str, par
     sizes = [CostCounter().costs(model, 1024).parameters for model in models]
     assert [size / parameters for size in sizes] == pytest.approx([1.0] * 4, abs=0.03), "without 16,128 more tokens"
     assert {of["metric"] for of in plan.further} == {"recall_bits_per_byte", "needle_text v2 exact_match@1024"}
+
+
+def test_the_shipped_study_sweeps_the_rates_of_all_arms(packed: Path) -> None:
+    plan = plan_study("pretrain", profile="rates", overrides={"task.text.corpus": str(packed)})
+    at_60m = plan_study("pretrain", profile="60M", overrides={"task.text.corpus": str(packed)})
+    assert [arm.config for arm in plan.arms] == [arm.config for arm in at_60m.arms], "the middle rate is that of 60M"
+    assert plan.spec.tune is not None
+    assert (plan.runs, plan.spec.tune.searched["train.lr"].choice) == (4 * 3 * 2, (1e-3, 2e-3, 4e-3))
 
 
 def test_each_seed_is_a_trial_of_its_own_that_more_seeds_keep(packed: Path) -> None:
@@ -430,3 +446,50 @@ def test_no_kill_changes_a_loss(whole: Path, victim: str) -> None:
         driver = subprocess.Popen(killed, cwd=whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert driver.wait(timeout=240) == 0
     assert losses(whole / f"{victim}.db") == losses(whole / "whole.db")
+
+
+SECONDS = 6.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torchtitan", "accelerate"])
+def test_time_ends_a_training_and_goes_on_after_a_kill(packed: Path, tmp_path: Path, engine: str) -> None:
+    """All ranks end with one step, whose weights are measured; rates and seconds go on from the checkpoint."""
+    train = {**STUDY["base"]["train"], "steps": 100_000, "seconds": SECONDS, "evaluations": 1000}
+    section = {**STUDY["engine"], "name": engine, "settings": {"log.every": 1, "checkpoint.every": 10}}
+    changed = study(packed, arms={}, seeds=1, compare={}, engine=section, base={**STUDY["base"], "train": train})
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(changed))
+    run = command(tmp_path / "s.yaml", "runs")
+    driver = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 200
+    while not (spent := seconds_of(tmp_path)) or max(spent.values()) < SECONDS / 3:
+        assert time.monotonic() < until, "no checkpoint"
+        assert driver.poll() is None, "it trained to its end before the kill"
+        time.sleep(0.05)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
+    psutil.wait_procs(family, timeout=60)
+    before = seconds_of(tmp_path)
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    after = seconds_of(tmp_path)
+    last = max(after)
+    assert min(after[step] for step in after if step > max(before)) > max(before.values()), "the time goes on"
+    assert SECONDS <= after[last] < 2 * SECONDS
+    with Store.open(tmp_path / "runs.db") as store:
+        (validated,) = (row.step for row in store.final_metrics(1, metrics=[("validation", "loss")]))
+        rates = [(point.step, point.value) for point in store.curves(1, "text", "lr", "train")]
+        (steps,) = finals(store, "cost", "steps").values()
+        assert finals(store, "test", "bits_per_byte")
+    assert (validated, steps, max(rates)[0]) == (last, last, last)
+    assert max(rates)[1] < 0.2 * max(rate for _, rate in rates), "the schedule ends where the time does"
+    assert f"or for 100,000 steps if these ended before. Steps reached: base {last:,}." in " ".join(done.stdout.split())
+
+
+def seconds_of(lab: Path) -> dict[int, float]:
+    """The seconds of a study's only run at each of its checkpoints."""
+    files = [*lab.glob("runs/engines/*/seed_1/metrics.jsonl")]
+    lines = files[0].read_text().splitlines(keepends=True) if files else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {row["step"]: row["value"] for row in rows if row["name"] == "seconds"}
