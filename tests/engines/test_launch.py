@@ -199,6 +199,8 @@ def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
             "--set graphs: only a training on one GPU replays CUDA graphs, and this one has 0: leave it out",
         ),
         ({"given": ["graphs=true", "compile=true"]}, "--set graphs: there are no CUDA graphs with compile: true"),
+        ({"given": ["precision=fp8"]}, "--set precision: unknown value 'fp8'"),
+        ({"given": ["float8.enable=true"]}, "--set: no engine takes 'float8.enable': products are in bf16 or fp32"),
         ({"given": ["optimizer.lr=fast"]}, "--set optimizer.lr: must be a number of at least 0, not 'fast'"),
         ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
         ({"given": ["checkpoint.keep=1"]}, "--set checkpoint.keep: must be a whole number of at least 2"),

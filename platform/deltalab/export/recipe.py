@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ OF_KINDS = {
     "schedule.decay": ("wsd",),
 }
 """The settings that only some kinds of schedules read, with these kinds."""
+
+
+CANNOT = {
+    ("fp8", "float8", "mxfp"): "products are in bf16 or fp32, as precision says",
+    ("tensor_parallel",): "GPUs share a model by FSDP2, and none shares the products of a layer",
+    ("context_parallel", "sequence_parallel"): "GPUs share a batch by its sequences, and none shares a sequence",
+    ("pipeline_parallel",): "GPUs share a model by FSDP2, and each computes all layers",
+}
+"""Words of settings for what the engines have of their own and trainings here do not use -> what they do instead."""
 
 
 def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[str, Any]:
@@ -179,7 +188,7 @@ def changed_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefi
     new = _copy(recipe)
     for key, value in given.items():
         if key not in default_settings():
-            raise unknown("setting", prefix + key, [prefix + known for known in default_settings()], where="--set")
+            raise unknown_setting(prefix + key, [prefix + known for known in default_settings()], where="--set")
         check_setting(key, value, where=f"--set {prefix}{key}")
         _put(new, key, value)
     before, after = all_settings(recipe), all_settings(new)
@@ -196,6 +205,20 @@ def changed_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefi
         warmup, steps = after["schedule.warmup_steps"], after["steps"]
         raise InputError(f"{prefix}schedule.warmup_steps {warmup} exceed {prefix}steps {steps}")
     return new
+
+
+def unknown_setting(key: str, known: Iterable[str], *, where: str = "") -> InputError:
+    """Makes the error for a setting that no recipe has. If no engine can do what it asks for, the error says so.
+
+    Args:
+        key: The setting, as the user gave it.
+        known: The settings that exist, as a user spells them.
+        where: The option or the file that gives the setting.
+    """
+    for words, what in CANNOT.items():
+        if any(word in key.lower() for word in words):
+            return InputError(f"{where}{': ' if where else ''}no engine takes '{key}': {what}")
+    return unknown("setting", key, known, where=where)
 
 
 def check_setting(key: str, value: object, *, where: str) -> None:

@@ -84,6 +84,10 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
     [
         ({"engine": "titan"}, "engine.name"),
         ({"engine": {"name": "torchtitan", "settings": {"compiled": True}}}, "did you mean 'compile'"),
+        (
+            {"engine": {"name": "torchtitan", "settings": {"parallelism.tensor_parallel_degree": 2}}},
+            "no engine takes 'parallelism.tensor_parallel_degree': GPUs share a model by FSDP2",
+        ),
         ({"engine": {"name": "torchtitan", "settings": {"optimizer.lr": 1.0}}}, "unknown setting 'optimizer.lr'"),
         (
             {"engine": {"name": "torchtitan", "settings": {"validation.sequences": 0}}},

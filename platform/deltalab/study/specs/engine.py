@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from deltalab.errors import InputError, unknown
 from deltalab.export.papers import recipe_names
-from deltalab.export.recipe import check_setting
+from deltalab.export.recipe import check_setting, unknown_setting
 from deltalab.study.specs.search_space import Strict, Whole
 from deltalab.training.recipe_keys import FREE, default_settings
 
@@ -61,7 +61,7 @@ class Engine(Strict):
         for key, value in raw.items():
             try:
                 if key not in SETTINGS:
-                    raise unknown("setting", key, SETTINGS)
+                    raise unknown_setting(key, SETTINGS)
                 check_setting(key, value, where=key)
             except InputError as error:
                 raise ValueError(str(error)) from None
