@@ -563,6 +563,7 @@ def test_the_trainer_trains_matrices_as_base_width_asks(
     """Before transformers 5.3, a Trainer makes its optimizer for its own model alone."""
     from transformers import Trainer, TrainingArguments
 
+    from deltalab.engines.deltalab_train.clock import Clock
     from deltalab.engines.deltalab_train.with_trainer import Deterministic
     from deltalab.export.modeling_deltalab import DeltaLabConfig, DeltaLabForCausalLM
 
@@ -573,7 +574,7 @@ def test_the_trainer_trains_matrices_as_base_width_asks(
     model = DeltaLabForCausalLM(DeltaLabConfig(**vars(spec)))
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=0.02, weight_decay=0.01)
     recipe = with_defaults({"optimizer": {"lr": 0.02, "weight_decay": 0.01}})
-    made = Deterministic(recipe, model=model, args=args).create_optimizer()
+    made = Deterministic(recipe, Clock(None), model=model, args=args).create_optimizer()
     wanted = torch.optim.AdamW(model.parameter_groups(0.01, 0.02), lr=0.02)
     assert rates(model, made) == rates(model, wanted)
     assert len(set(rates(model, made).values())) == 3
