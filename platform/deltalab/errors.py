@@ -26,6 +26,7 @@ class InputError(ValueError):
 
     Attributes:
         kind: A stable name for the kind of error. docs/reference/programs.md lists the kinds.
+        exit_code: The exit code of a command that ends with this error.
 
     Examples:
         >>> print(InputError("needs pyarrow", where="a.parquet", mend="pip install 'deltalab[data]'"))
@@ -33,6 +34,7 @@ class InputError(ValueError):
     """
 
     kind = "input"
+    exit_code = 2
 
     def __init__(
         self,

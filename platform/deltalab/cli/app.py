@@ -112,8 +112,8 @@ def study_run(
 ) -> None:
     """Run a study, or go on with one; print its report.
 
-    Exit 1 if a trial failed or is missing, 2 if a rule fails its checks or another driver runs the study, 130 or 143
-    after SIGINT or SIGTERM.
+    Exit 1 if a trial failed or is missing, or the database's file was deleted meanwhile; 2 if a rule fails its checks
+    or another driver runs the study; 130 or 143 after SIGINT or SIGTERM.
     """
     from deltalab.study.running.run import run_study_file
 
@@ -462,13 +462,13 @@ def _of_usage(error: Any) -> InputError:
 
 
 def _report(error: InputError) -> int:
-    """Prints an error, and returns the exit code for wrong input."""
+    """Prints an error, and returns its exit code."""
     if wants_json_errors():
         _print_error(error)
     else:
         for line in error.lines if isinstance(error, WrongRules) else [str(error)]:
             print("error: " + one_line(line), file=sys.stderr)
-    return 2
+    return error.exit_code
 
 
 def _print_error(error: InputError) -> None:

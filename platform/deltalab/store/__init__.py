@@ -1,6 +1,7 @@
 """The ledger, which is a database of studies. No other package contains SQL."""
 
 from deltalab.store.drivers import Busy, Heartbeat, TakenOver
+from deltalab.store.held_file import LedgerGone
 from deltalab.store.ledger import Store
 from deltalab.store.models import Arm, ArmTrial, Artifact, Metric, RuleVersion, Run, Study, Trial
 from deltalab.store.records import (
@@ -25,6 +26,7 @@ __all__ = [
     "CurvePoint",
     "FinalMetric",
     "Heartbeat",
+    "LedgerGone",
     "Metric",
     "RuleRecord",
     "RuleVersion",

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from deltalab.errors import InputError
 from deltalab.store import database, drivers
+from deltalab.store.held_file import HeldFile, LedgerGone
 from deltalab.store.models import Arm, ArmTrial, Artifact, Driver, Metric, RuleVersion, Run, Study, StudyState, Trial
 from deltalab.store.outage import PATIENCE_SECONDS, waited
 from deltalab.store.queries import Ledger
@@ -30,12 +32,19 @@ class Store(Ledger):
 
     A writer waits up to 30 s for another writer, in SQLite and in PostgreSQL. Every operation waits for a database that
     is gone, full or locked (`deltalab.store.outage`), and raises `InputError` if the database is not back in time.
+
+    If the file of a ledger that a driver writes is deleted, moved or replaced, the store writes on in a new file, with
+    all that the ledger held (`deltalab.store.held_file`), and `require_in_place` raises `LedgerGone`.
     """
 
     def __init__(self, engine: Engine, patience: float = PATIENCE_SECONDS) -> None:
         super().__init__(engine, patience)
         self._uuid = uuid.uuid4().hex
         self._claims: dict[int, str] = {}
+        self._file = _file_of(engine)
+        self._gone: LedgerGone | None = None
+        self._drove = False
+        self._moving = threading.RLock()
 
     @classmethod
     def open(cls, where: str | Path | None = None, *, create: bool = True, patience: float = PATIENCE_SECONDS) -> Self:
@@ -87,6 +96,8 @@ class Store(Ledger):
     def close(self) -> None:
         """Closes the database. From now on, another driver may take over a study that this store still claims."""
         drivers.HERE.difference_update(self._claims.values())
+        if self._file is not None:
+            self._file.close()
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -98,9 +109,55 @@ class Store(Ledger):
     @contextmanager
     def _writing(self) -> Iterator[Session]:
         """Opens a transaction that writes."""
-        engine = self._engine.execution_options(writes=True)
-        with database.input_errors(self._engine.url), Session(engine) as session, session.begin():
+        with self._moving:  # Otherwise another thread might move to a new file amid the transaction.
+            self._follow_file()
+            engine = self._engine.execution_options(writes=True)
+            with database.input_errors(self._engine.url), Session(engine) as session, session.begin():
+                yield session
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        """Opens a transaction that reads."""
+        self._follow_file()
+        with super()._reading() as session:
             yield session
+
+    def require_in_place(self) -> None:
+        """Raises `LedgerGone` if the ledger's file was deleted, moved or replaced since it was opened."""
+        self._follow_file()
+        if self._gone is not None:
+            raise self._gone
+
+    def _follow_file(self) -> None:
+        """Moves to a new file if the ledger's own is not in its place."""
+        with self._moving:
+            if self._file is not None and not self._file.in_place:
+                self._move()
+
+    def _read_back(self, study_id: int, key: str) -> None:
+        """Moves to a new file if one who opens the ledger's path does not find this driver's lease and a trial."""
+        with self._moving:
+            driver_id = self._claims.get(study_id)
+            if self._file is not None and driver_id is not None and not self._file.reads_back(driver_id, key):
+                self._move()
+
+    def _move(self) -> None:
+        """Keeps what the ledger held in a new file, if this store is a driver's, and writes on there.
+
+        Raises:
+            LedgerGone: The store is not a driver's, or the new file cannot be written.
+        """
+        assert self._file is not None
+        path = self._file.path
+        if not self._drove:
+            raise LedgerGone(f"{path}: was deleted, moved or replaced while it was open")
+        kept = self._file.keep(next(iter(self._claims.values()), None))
+        self._gone = LedgerGone(
+            f"{path}: was deleted, moved or replaced while the study ran; `platform db import {kept} --db {path}` "
+            "brings back all that it held, and the same command then goes on"
+        )
+        self._engine = database.connect(database.address(kept))
+        self._file = None
 
     def begin_study(
         self,
@@ -132,6 +189,8 @@ class Store(Ledger):
             InputError: The ledger has a study with this identity, but with other arms.
         """
         watched = self._watched(identity)
+        if self._file is not None:
+            self._file.hold()
         study_id, dead_driver = self._begin(name, profile, identity, spec, arms, provenance, runs, watched)
         if dead_driver is not None:
             _log.warning(f"study '{name}': took over from a driver that is gone, {dead_driver.where}")
@@ -218,7 +277,7 @@ class Store(Ledger):
         # If the connection was lost during the commit, the second try has the same id, and so finds its own claim.
         driver_id = f"{self._uuid}-{study.id}"
         dead_driver = drivers.claim(session, study, driver_id, runs, watched)
-        self._claims[study.id] = driver_id
+        self._claims[study.id], self._drove = driver_id, True
         return dead_driver
 
     @waited
@@ -249,6 +308,7 @@ class Store(Ledger):
             known = session.scalar(select(Trial.id).where(Trial.key == record.key))
             trial_id = _add_trial(session, record) if known is None else known
             _place(session, study_id, arm, trial_id, number, values)
+        self._read_back(study_id, record.key)
         if known is None:
             return _summary(record)
         return self.known_trials([record.key])[record.key]
@@ -312,6 +372,12 @@ class Store(Ledger):
         """Raises `TakenOver` if this store lost its claim to the study."""
         if study_id in self._claims:
             drivers.require(session, self._claims[study_id])
+
+
+def _file_of(engine: Engine) -> HeldFile | None:
+    """Returns the file of an SQLite ledger that is named by its path; None for any other database."""
+    url = engine.url
+    return HeldFile(Path(str(url.database))) if engine.name == "sqlite" and "uri" not in url.query else None
 
 
 def _as_json(arms: Sequence[ArmRecord]) -> str:

@@ -159,6 +159,8 @@ def run_study_file(
     Raises:
         InputError: The study is not valid, this machine cannot run it, or a rule fails its checks.
         Busy: Another driver runs the study.
+        LedgerGone: The ledger's file was deleted, moved or replaced meanwhile. The message names the file that has all
+            that it held.
         KeyboardInterrupt: The process got SIGINT, in the main thread. A second signal ends the process at once.
         SystemExit: The process got SIGTERM, in the main thread; the code is 143.
     """
@@ -283,6 +285,7 @@ def _drive(
             store.finish_study(study_id, state, activity.total, given_up)
     answer = report(store, study_id)
     keep_best(store, study_id, find_best_arm(answer))
+    store.require_in_place()
     logs.finish(answer)
     return StudyResult(
         study_id,

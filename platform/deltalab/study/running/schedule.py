@@ -267,10 +267,12 @@ class Schedule:
 
         Raises:
             InputError: No candidate of a search makes a model.
+            LedgerGone: The ledger's file was deleted, moved or replaced.
             Exception: `fault`.
         """
         if self.fault is not None:
             raise self.fault
+        self.store.require_in_place()
         self.refresh()
         if self._again and self._again[0][0] <= time.monotonic():
             _, stack = self._again.pop(0)
