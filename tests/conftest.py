@@ -22,6 +22,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Tests write plugins and exported folders, and run them.
+os.environ["DELTALAB_TRUST"] = tempfile.gettempdir()
+
+
 # Other work on the same cores makes hypothesis slow, which says nothing of a test.
 settings.register_profile("shared cores", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("shared cores")

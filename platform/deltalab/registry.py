@@ -1,4 +1,7 @@
-"""Finds rules and tasks in installed packages that announce them, in ./plugins, and in the files given by --plugin."""
+"""Finds rules and tasks in installed packages that announce them, in ./plugins, and in the files given by --plugin.
+
+Files of ./plugins, and modules that a study or an export names, run only if their folder is trusted (`deltalab.trust`).
+"""
 
 import ast
 import dataclasses
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deltalab import trust
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.own_module import is_path, of_module
@@ -219,7 +223,11 @@ def get_rule(name: str, /, **knobs: object) -> UpdateRule:
 
 
 def add_module(name: str, file: str | Path) -> Plugin:
-    """Finds a module `file.py:Name` by the path of its file as another process had it, and returns its plugin."""
+    """Finds a module `file.py:Name` by the path of its file as another process had it, and returns its plugin.
+
+    The folder of the file is trusted in this process, since its caller names the file.
+    """
+    trust.for_now(Path(file).parent)
     if ":" in name:
         _moved[name.rpartition(":")[0]] = Path(file)
     else:
@@ -246,12 +254,17 @@ def _module_plugin(name: str) -> Plugin:
     package = ""
     if colon:
         path = Path(file_name)
-        module = _load((path if path.is_file() else _moved.get(file_name, path)).resolve())
+        path = (path if path.is_file() else _moved.get(file_name, path)).resolve()
+        if path.is_file():
+            trust.require(path, f"module '{name}' runs it")
+        module = _load(path)
         where = file_name
     else:
         where, _, attribute = name.rpartition(".")
         module = _imported(where, name)
     make = getattr(module, attribute, None)
+    if not colon and callable(make):
+        _require_module(name, make)
     if not callable(make):
         modules = [n for n, value in vars(module).items() if inspect.isclass(value) and issubclass(value, nn.Module)]
         raise unknown("module", attribute, modules, where=where)
@@ -265,7 +278,26 @@ def _module_plugin(name: str) -> Plugin:
     return Plugin(of_module(name, make), file, package)
 
 
+def _require_module(name: str, make: Callable[..., object]) -> None:
+    """Refuses a callable of an installed package that is no module, such as `subprocess.run`: a study would call it."""
+    if inspect.isclass(make) and issubclass(make, nn.Module):
+        return
+    file = Path(getattr(sys.modules.get(make.__module__ or ""), "__file__", None) or "/")
+    if {"site-packages", "dist-packages"} & set(file.parts) or not trust.is_trusted(file.parent):
+        raise InputError(
+            f"module '{name}': is no torch.nn.Module; a function that makes one must lie in a file or a package of a "
+            "trusted folder"
+        )
+
+
 def _imported(package: str, name: str) -> ModuleType:
+    origin = None
+    with _searching([os.getcwd(), *_beside]), suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(package.partition(".")[0])
+        origin = spec.origin if spec is not None else None
+    file = Path(origin or "").resolve()
+    if file.is_file() and any(file.is_relative_to(Path(folder).resolve()) for folder in [Path.cwd(), *_beside]):
+        trust.require(file, f"module '{name}' runs it")
     try:
         with _import_guard(), _searching([os.getcwd(), *_beside]):
             return importlib.import_module(package)
@@ -440,8 +472,16 @@ def _import_guard() -> Iterator[None]:
 
 
 def _files() -> list[Path]:
-    """Returns the files in ./plugins and the files that were given to `add_plugin`."""
-    return [*sorted(Path("plugins").resolve().glob("*.py")), *_named_files]
+    """Returns the files in ./plugins, if that folder is trusted, and the files that were given to `add_plugin`."""
+    found = sorted(Path("plugins").resolve().glob("*.py"))
+    if found and not trust.is_trusted(found[0].parent):
+        folder, names = found[0].parent, ", ".join(file.name for file in found[:5])
+        _broken.append(
+            f"{folder}: not run: {names}{' and more' if found[5:] else ''}: the folder is not trusted; read these "
+            f"files, then `platform trust {folder}` lets them run"
+        )
+        found = []
+    return [*found, *_named_files]
 
 
 def _in_module(module: ModuleType) -> list[Plugin]:

@@ -35,7 +35,7 @@ from deltalab.cli.options import (
     print_result,
     wants_json_errors,
 )
-from deltalab.cli.plugins import model, module, rule, task
+from deltalab.cli.plugins import model, module, rule, task, trust_folder
 from deltalab.cli.score import score
 from deltalab.cli.train import train
 from deltalab.errors import InputError, WrongRules, one_line, unknown
@@ -390,6 +390,7 @@ app.command()(export)
 app.command()(train)
 app.command()(doctor)
 app.command()(mcp)
+app.command("trust")(trust_folder)
 app.command("eval")(evaluate)
 
 

@@ -115,7 +115,12 @@ def evaluate(
         int | None, typer.Option("--max-length", min=1, help="Most tokens of a question of the harness.")
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code of a model that is not deltalab's.")
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            "--trust",
+            help="Run a model's code that is not as this version of deltalab writes it.",
+        ),
     ] = False,
     db: Db = None,
     as_json: AsJson = False,

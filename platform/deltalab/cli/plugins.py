@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deltalab import trust
 from deltalab.authoring.check import CheckResult, author_line
 from deltalab.cli.options import (
     AsJson,
@@ -37,6 +38,14 @@ task = typer.Typer(no_args_is_help=True, help="List, show, check and start proxy
 console = Console()
 FORKED = hasattr(os, "fork")
 """Whether each check runs in a process of its own. Compiled code that crashes then fails that check alone."""
+
+
+def trust_folder(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder; those below it count, too.")],
+) -> None:
+    """Let the Python files of a folder run: plugins, modules of a study, the code of an exported model."""
+    trust.record(folder)
+    print(f"{folder.resolve()}: trusted from now on; {trust.recorded_in()} lists the trusted folders")
 
 
 @rule.command("list")
@@ -177,6 +186,8 @@ def module_check(
     from deltalab.own_module import OwnModule, as_rule
     from deltalab.reading import read_pairs
 
+    file, colon, _ = name.rpartition(":")
+    trust.for_now(Path(file).parent if colon else Path.cwd())  # the user names the code in the command
     mixer = as_rule({"module": name, "kwargs": read_pairs(kwargs or [])}, "platform module check")
     spec = ModelSpec.of({"vocab_size": 2, **OPTIONS, **read_pairs(model or []), "rule": mixer})
     own = spec.make_rule()

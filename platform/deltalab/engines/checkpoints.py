@@ -57,11 +57,13 @@ def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
 
 def _distributed(folder: Path) -> dict[str, Tensor]:
     """Returns the weights of a distributed checkpoint of PyTorch. Their names begin with `model.`."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    from deltalab.engines.checkpoint_index import IndexReader
+
+    reader = IndexReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
     weights = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
@@ -69,9 +71,14 @@ def _distributed(folder: Path) -> dict[str, Tensor]:
     }
     if not weights:
         raise InputError(f"{folder}: holds no weights of a model")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `load` warns that there is one process, as intended
-        load(weights, checkpoint_id=folder, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `load` warns that there is one process, as intended
+            load(weights, storage_reader=reader, no_dist=True)
+    except Exception as error:  # The library raises what it stumbles over, among others from files that are cut off.
+        raise InputError(
+            f"{folder}: cannot be read: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+        ) from None
     # Accelerate adds another prefix "model." to all names.
     twice = all(name.startswith("model.model.") for name in weights)
     return {name.removeprefix("model.") if twice else name: value for name, value in weights.items()}

@@ -32,6 +32,7 @@ from deltalab.engines.deltalab_train.lock import FILE as LOCK
 from deltalab.engines.stopping import end, signals_raise
 from deltalab.engines.torchtitan import PACKAGE, WHERE, package
 from deltalab.errors import InputError, NotInstalled, unknown
+from deltalab.export.own_code import require_own_code
 from deltalab.export.recipe import (
     RECIPE_FILE,
     all_settings,
@@ -177,6 +178,7 @@ def prepare(
         micro_batch(recipe, world)
     except ValueError as error:
         raise InputError(f"{error}; --set batch.sequences=... changes it") from None
+    require_own_code(folder)
     load_rules(folder)
     model = ModelSpec.of({name: value for name, value in config.items() if name in ModelSpec.__dataclass_fields__})
     if recipe["optimizer"]["name"] == "muon" and model.width_share != 1:

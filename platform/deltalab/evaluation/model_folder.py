@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from deltalab import trust
 from deltalab.errors import InputError, NotInstalled
 from deltalab.evaluation.results import fingerprint
 from deltalab.export.folders import from_folder
+from deltalab.export.own_code import require_own_code
 from deltalab.export.recipe import RECIPE_FILE, read_recipe
 from deltalab.export.write import export
 from deltalab.reading import read_json
@@ -210,12 +212,14 @@ def open_model(named: str, *, trusted: bool = False) -> Iterator[ModelFolder]:
     Args:
         named: A folder that `platform export` wrote, a run of `platform train`, one of its checkpoints, a folder that
             transformers loads, or a name on the Hugging Face Hub.
-        trusted: Whether the code of a model that is not deltalab's may run.
+        trusted: Whether the code of a model may run that is not deltalab's, or not as this version writes it.
 
     Raises:
-        InputError: If the folder is none of these, or is an export without weights.
+        InputError: If the folder is none of these, is an export without weights, or has code that is not trusted.
     """
     folder = Path(named)
+    if trusted and folder.is_dir():
+        trust.for_now(folder)
     kind = _model_type(folder)
     if kind not in (None, "deltalab"):
         yield ModelFolder(folder, folder, {}, None, None, None, None, foreign=True, trusted=trusted)
@@ -243,6 +247,7 @@ def _of_deltalab(folder: Path) -> Iterator[ModelFolder]:
     recipe = read_recipe(folder) if (folder / RECIPE_FILE).is_file() else {}
     if not any(folder.glob("model*.safetensors")):
         raise InputError(f"{folder}: is exported without weights: train it first")
+    require_own_code(folder, option="--trust")
     origin = {**(config.get("provenance") or {}), **(recipe.get("provenance") or {})}
     checkpoint = re.fullmatch(r"step-(\d+)", str(origin.get("checkpoint")))
     yield ModelFolder(

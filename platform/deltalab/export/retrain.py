@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deltalab import trust
 from deltalab.errors import InputError
 from deltalab.export.hf import OWN, RULES, rule_hashes
 from deltalab.export.recipe import RECIPE_FILE, read_recipe
@@ -68,10 +69,12 @@ def load_rules(folder: Path) -> None:
     """Registers the rules of an exported folder that deltalab does not have, each from its file in the folder.
 
     Raises:
-        InputError: If deltalab has another rule under the name of one of the folder's rules.
+        InputError: If deltalab has another rule under the name of one of the folder's rules, or lacks a rule and the
+            folder is not trusted.
     """
     for name, digest in rule_hashes(folder).items():
         if name not in list_rules():
+            trust.require(folder.resolve() / RULES / f"{name}.py", f"rule '{name}' of the folder runs it")
             add_plugin(folder / RULES / f"{name}.py")
         elif rule_plugin(name).hash != digest:
             raise InputError(
@@ -94,5 +97,6 @@ def load_modules(folder: Path, model: Mapping[str, Any]) -> None:
     names = {entry["name"] for entry in [model["rule"], *entries] if isinstance(entry, Mapping)}
     for name in sorted(name for name in names if is_path(name) and ":" in name):
         copy = folder / OWN / Path(name.rpartition(":")[0]).name
+        trust.require(copy.resolve(), f"module '{name}' of the folder runs it")
         if add_module(name, copy).source != copy.read_text(encoding="utf-8"):
             raise InputError(f"{copy}: not the module '{name}' of this folder: use the file that was exported")

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from deltalab import trust
 from deltalab.authoring.files.study_folder import SCHEMA, shipped_studies
 from deltalab.errors import InputError
 from deltalab.registry import list_rules, list_tasks
@@ -380,6 +381,8 @@ def class_name(name: str, kind: str, text: str) -> str:
 def write_file(file: Path, text: str) -> Path:
     """Writes a new file, so that no reader ever sees a part of it.
 
+    A folder whose first Python file this is becomes trusted, since deltalab wrote all that would run.
+
     Raises:
         InputError: The file exists or cannot be written.
     """
@@ -389,7 +392,10 @@ def write_file(file: Path, text: str) -> Path:
         if file.exists():
             raise InputError(f"{file} exists already: take another name")
         partial.write_text(text, encoding="utf-8")
+        is_first = file.suffix == ".py" and not any(file.parent.glob("*.py"))
         partial.replace(file)
+        if is_first and not trust.is_trusted(file.parent):
+            trust.record(file.parent)
     except OSError as error:
         raise InputError(f"{file}: cannot be written: {error.strerror or error}") from None
     finally:
