@@ -282,7 +282,7 @@ def _require_module(name: str, make: Callable[..., object]) -> None:
     """Refuses a callable of an installed package that is no module, such as `subprocess.run`: a study would call it."""
     if inspect.isclass(make) and issubclass(make, nn.Module):
         return
-    file = Path(getattr(sys.modules.get(make.__module__ or ""), "__file__", None) or "/")
+    file = Path(str(getattr(sys.modules.get(make.__module__ or ""), "__file__", None) or "/"))
     if {"site-packages", "dist-packages"} & set(file.parts) or not trust.is_trusted(file.parent):
         raise InputError(
             f"module '{name}': is no torch.nn.Module; a function that makes one must lie in a file or a package of a "

@@ -14,11 +14,12 @@ from tests.support.hostile import VALID, Watched, hostile
 
 from deltalab import reading, registry, rule
 from deltalab.errors import InputError
+from deltalab.models import costs
 from deltalab.models import spec as model
 from deltalab.reading import read_json, read_yaml
-from deltalab.study.specs import method_settings, search_space
+from deltalab.study.specs import ladder_sizes, method_settings, search_space
 from deltalab.study.specs import study_file as study
-from deltalab.tasks import task
+from deltalab.tasks import corpus, task
 from deltalab.training import spec as training
 
 FILES = 60
@@ -155,11 +156,18 @@ REST = [
     ("seeds: 2", "seeds: 2\nresources: {gpu: 1.0e-300}", "resources.gpu: must be 0, or at least 0.01"),
     ("seeds: 2", "seeds: 1000000000", "seeds must be less than or equal to 1000"),
     ("d_model: 8", "d_model: 16384", None),
+    ("rule: gla", "rule: {name: gka, iterations: 1048576}", "over 20,000 calls of PyTorch's operators"),
+    ("seeds: 2", "seeds: 3\nscales: {model.d_model: [" + ", ".join(map(str, range(8, 176, 8))) + "]}", "at most 20"),
+    (
+        "seeds: 2",
+        "seeds: 2\narms: {" + ", ".join(f"a{i}: {{train: {{lr: {i + 1}}}}}" for i in range(500)) + "}",
+        "501 arms",
+    ),
 ]
 
 
 @pytest.mark.slow(keep="seeds: 1000000000")
-@pytest.mark.parametrize(("was", "now", "says"), REST, ids=[now for _, now, _ in REST])
+@pytest.mark.parametrize(("was", "now", "says"), REST, ids=[now[:60] for _, now, _ in REST])
 def test_a_study_beyond_the_limits_is_refused_and_a_large_one_is_planned(
     watched: Watched, was: str, now: str, says: str | None
 ) -> None:
@@ -167,6 +175,17 @@ def test_a_study_beyond_the_limits_is_refused_and_a_large_one_is_planned(
     answer = watched.plan(VALID.replace(was, now).encode())
     assert (answer.code, answer.wrong) == (2 if says else 0, None), answer
     assert (says or "") in answer.said
+
+
+def test_a_folder_of_text_with_too_many_files_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "MOST_FILES", 10)
+    for i in range(11):
+        (tmp_path / f"{i}.txt").write_text("text")
+    monkeypatch.setattr(corpus, "_blocks", pytest.fail)
+    with pytest.raises(InputError, match="holds over 10 files"):
+        corpus.load(str(tmp_path), library=False)
 
 
 def test_the_table_of_limits_has_every_limit() -> None:
@@ -188,6 +207,7 @@ def test_the_table_of_limits_has_every_limit() -> None:
             rule.MOST_KNOB,
         ),
         *(task.MOST, task.MOST_LENGTH, task.MOST_VOCABULARY),
+        *(corpus.MOST_FILES, corpus.MOST_BYTES, costs.MOST_CALLS, ladder_sizes.MOST_SIZES),
     )
     assert [f"{number:,}" for number in numbers if f"{number:,}" not in table] == []
 

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 MOST_SECONDS = 5.0
-"""Of the process's own time: other processes of the machine must not fail a file."""
+"""Of wall time, but for the time in which the process waits for a processor that other processes use."""
 MOST_BYTES = 500 * 10**6
 """What a file may add to the memory of the process."""
 PATIENCE = 60.0
@@ -151,6 +151,39 @@ RAW = (
 # Numbers that are too large, or nearly so, for a setting that counts.
 LARGE = ("10", "100", "1000", "4096", "50000", "1000000", "10000000", "1000000000", "1000000000000")
 
+# What a study may have at most, by the path where it stands.
+LIMITS: tuple[tuple[str, Any], ...] = (
+    ("base.rule", {"name": "gka", "iterations": 1_048_576}),
+    ("base.rule", {"name": "gka", "iterations": 400}),
+    ("base.model.layers", 1000),
+    ("base.model.layers", ["rule", "attention"] * 500),
+    ("base.model.heads", 4096),
+    ("base.model.d_model", 65_536),
+    ("base.model.d_model", 1024),
+    ("base.model.conv", 1024),
+    ("base.model.mlp_width", 1_048_576),
+    ("base.model.expand_v", 256),
+    ("base.model.chunk_size", 65_536),
+    ("base.train.steps", 10**9),
+    ("base.train.batch_size", 1_048_576),
+    ("base.train.evaluations", 100_000),
+    ("base.train.eval_batches", 10**6),
+    ("seeds", 1000),
+    ("seeds", {"at_least": 2, "at_most": 1000}),
+    ("arms", {f"a{i}": {"train": {"lr": i + 1.0}} for i in range(499)}),
+    ("arms", {f"a{i}": {"model": {"d_model": 8 * i + 8}} for i in range(200)}),
+    ("scales", {"model.d_model": [8 * i + 8 for i in range(20)]}),
+    ("scales", {"model.layers": [50 * i + 50 for i in range(20)]}),
+    ("tune", {"trials": 10_000, "train.lr": {"log_uniform": [1e-4, 1.0]}}),
+    ("search", {"trials": 10_000, "train.lr": {"log_uniform": [1e-4, 1.0]}, "model.mlp": {"choice": [True, False]}}),
+    ("search", {"trials": 99, "finalists": 99, "model.layers": {"pattern": ["rule", "gla"], "lengths": [50, 100]}}),
+    ("task", {"mqar": {"length": 1_048_576, "pairs": 2, "vocab_size": 32}}),
+    ("task", {"mqar": {"length": 16, "pairs": 2, "vocab_size": 16_777_216}}),
+    ("task", {"text": {"length": 1_048_576}}),
+    ("task", {"text": {"length": 16, "corpus": "/usr/lib"}}),
+    ("resources", {"cpu": 4096, "memory": 1_048_576, "stack": 10_000}),
+)
+
 _HELD = re.compile(r"'?@(\d+)@'?")
 
 
@@ -180,8 +213,14 @@ def mutated(r: random.Random) -> bytes:
     for _ in range(r.choice([0, 1, 1, 1, 1, 2, 3])):
         path = r.choice(sorted(_paths(found), key=str))
         parent, key = _parent(found, path), path[-1]
-        what = r.choice(["raw", "raw", "large", "large", "near", "near", "gone", "renamed", "moved", "inside", "word"])
-        if what == "raw":
+        what = r.choice(
+            ["raw", "raw", "large", "large", "near", "near", "gone", "renamed", "moved", "inside", "word", "limit"]
+        )
+        if what == "limit":
+            where, value = r.choice(LIMITS)
+            with contextlib.suppress(KeyError, TypeError):  # another mutation took the place away
+                _parent(found, tuple(where.split(".")))[where.rpartition(".")[2]] = value
+        elif what == "raw":
             parent[key] = held(r.choice(RAW))
         elif what == "large":
             parent[key] = held(r.choice(LARGE))
@@ -373,6 +412,11 @@ def _peak() -> int:
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
 
 
+def _undisturbed() -> float:
+    """Wall time in seconds, without the time for which the process was ready to run and had no processor."""
+    return time.monotonic() - int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+
+
 def _child() -> None:
     """Answers each line of words with a line of JSON."""
     out, stdin = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
@@ -386,9 +430,9 @@ def _child() -> None:
         words = json.loads(line)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        before, began = _resident(os.getpid()), time.process_time()
+        before, began = _resident(os.getpid()), _undisturbed()
         code, said = _said(main, words)
-        answer = Answer(code, said, time.process_time() - began, max(0, _peak() - before))
+        answer = Answer(code, said, _undisturbed() - began, max(0, _peak() - before))
         print(json.dumps(answer.__dict__), file=out, flush=True)
 
 

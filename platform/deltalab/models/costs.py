@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from deltalab.errors import InputError
 from deltalab.models.block import Block
 from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.model import Model
@@ -21,6 +22,9 @@ MOST_COMPUTED = 2**21
 
 A larger block is counted without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory
 for large ones."""
+
+MOST_CALLS = 20_000
+"""The most calls of PyTorch's operators in a pass of one block of rules over `SAMPLE` tokens, which take seconds."""
 
 PASSES = 3
 """The operations of a training step, divided by those of its forward pass: a backward pass has twice as many."""
@@ -169,7 +173,9 @@ def _count_on(device: torch.device, model: ModelSpec, length: int | None) -> _Bl
 def _run(network: Model, length: int, device: torch.device) -> tuple[float, list[LayerCache]]:
     """Runs a model on `length` tokens: the flops of each token, and the caches."""
     # Other attentions of a CPU hide their products from the counter.
-    with sdpa_kernel(SDPBackend.MATH), _Flops() as counter:
+    # A module of another author may well loop over its tokens, but a rule is run on few.
+    few = length <= SAMPLE and not network.spec.foreign()
+    with sdpa_kernel(SDPBackend.MATH), _Flops(MOST_CALLS if few else None) as counter:
         _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
     return counter.total / length - 2 * idle_parameters(network), cache
 
@@ -177,9 +183,10 @@ def _run(network: Model, length: int, device: torch.device) -> tuple[float, list
 class _Flops(TorchDispatchMode):
     """Counts what PyTorch's `FlopCounterMode` counts, without loading the compiler, which takes seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.total = self.calls = 0
+        self._most = most
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -187,6 +194,12 @@ class _Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.calls += 1
+        if self._most is not None and self.calls > self._most:
+            raise InputError(
+                f"a pass of a block over {SAMPLE} tokens takes over {self._most:,} calls of PyTorch's operators: "
+                "give its rule fewer iterations or steps"
+            )
         out = func(*args, **kwargs)
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self.total += flops(*args, **kwargs, out_val=out)

@@ -15,7 +15,11 @@ NOISE = 0.1
 MOST_COUNTED = 2**24
 """Parameters of the largest block whose gradient is computed, for which a plan has 200 MB and seconds."""
 
+MOST_TOKENS = 4096
+"""The longest sequence that a block reads here."""
+
 _known: dict[tuple[str, int], int] = {}
+_sizes: dict[str, int] = {}
 
 
 def dead_parameters(model: ModelSpec, length: int) -> int | None:
@@ -29,22 +33,38 @@ def dead_parameters(model: ModelSpec, length: int) -> int | None:
         length: The tokens of a sequence. A block reads fewer if these reach all of its parameters.
 
     Returns:
-        The number of elements, over all blocks; None if a block has more than `MOST_COUNTED` parameters, and on a
-        machine with a GPU for a module of another author. What the model raises when it runs passes through.
+        The number of elements, over all blocks; None if a block has more than `MOST_COUNTED` parameters, if some are
+        dead after few tokens and the sequence has more than `MOST_TOKENS`, and on a machine with a GPU for a module of
+        another author. What the model raises when it runs passes through.
     """
-    with torch.device("meta"):
-        if any(
-            sum(p.numel() for p in build_model(block).blocks.parameters()) > MOST_COUNTED for _, block in model.kinds()
-        ):
-            return None
+    kinds = model.kinds()
+    if any(_size(block) > MOST_COUNTED for _, block in kinds):
+        return None
     if model.foreign() and torch.cuda.is_available():
         return None  # a module may run on GPUs alone
-    return sum(count * _of_block(block, length) for count, block in model.kinds())
+    dead = [_of_block(block, length) for _, block in kinds]
+    return sum(count * (n or 0) for (count, _), n in zip(kinds, dead, strict=True)) if None not in dead else None
 
 
-def _of_block(block: ModelSpec, length: int) -> int:
+def tried_elements(model: ModelSpec) -> int:
+    """Returns how many parameters the different blocks of a model have together."""
+    return sum(_size(block) for _, block in model.kinds())
+
+
+def _size(block: ModelSpec) -> int:
+    """Returns the number of a block's parameters."""
+    if (key := repr(block)) not in _sizes:
+        with torch.device("meta"):
+            _sizes[key] = sum(p.numel() for p in build_model(block).blocks.parameters())
+    return _sizes[key]
+
+
+def _of_block(block: ModelSpec, length: int) -> int | None:
     """Counts in one block: after `TOKENS` tokens, and after all of them if these leave any parameter dead."""
-    return _counted(block, min(length, TOKENS)) and _counted(block, length)
+    dead = _counted(block, min(length, TOKENS))
+    if dead and length > MOST_TOKENS:
+        return None
+    return dead and _counted(block, length)
 
 
 @torch.enable_grad()

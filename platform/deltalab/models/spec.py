@@ -357,7 +357,7 @@ class ModelSpec:
             rules += [get_rule(ATTENTION, window=self.window)] if self.attention else []
             blocks = [self]
         else:
-            blocks = [self.at(layer) for layer in range(self.depth)]
+            blocks = [self.at(layer) for layer in self._first_of_each_kind()]
         for block in blocks:
             for other in (block, block.second()):
                 if other is not None and (rule := other.make_rule()) not in rules:
@@ -369,10 +369,23 @@ class ModelSpec:
 
         A value residual, which adds `value_shares` parameters to a model and is of no block alone, is left out.
         """
-        blocks = [replace(self.at(layer), vocab_size=1, value_residual=None) for layer in range(self.depth)]
-        alike = {repr(block): block for block in blocks}
-        counts = Counter(map(repr, blocks))
+        alike, counts = dict[str, ModelSpec](), Counter[str]()
+        for layer, count in self._first_of_each_kind().items():
+            block = replace(self.at(layer), vocab_size=1, value_residual=None)
+            alike.setdefault(repr(block), block)
+            counts[repr(block)] += count
         return [(counts[key], block) for key, block in alike.items()]
+
+    def _first_of_each_kind(self) -> dict[int, int]:
+        """Returns the first layer of each entry of `layers`, and how many layers have that entry.
+
+        A specification is made in a millisecond, and a model may have 1,000 layers of two entries.
+        """
+        entries = [
+            self.is_attention(n) if isinstance(self.layers, int) else repr(self.layers[n]) for n in range(self.depth)
+        ]
+        counts = Counter(entries)
+        return {entries.index(entry): count for entry, count in counts.items()}
 
     def at(self, layer: int) -> "ModelSpec":
         """Returns the specification of a model in which every block is like the block of `layer`, counted from 0."""

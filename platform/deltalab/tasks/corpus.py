@@ -38,6 +38,9 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 _BLOCK = 2**18
 """The number of bytes that are hashed, joined or counted at a time. Blocks of 2^22 would double the time to count."""
 
+MOST_FILES, MOST_BYTES = 20_000, 2**29
+"""The most files of a folder, and the most bytes in them. Reading, joining and hashing more takes a plan minutes."""
+
 SHARE = 16
 """A split of at most 1 / SHARE of a GPU's memory is copied there. Several processes may use a GPU, each with a copy."""
 
@@ -206,11 +209,18 @@ def _members(root: Path, library: bool) -> dict[str, list[Path]]:
     def refuse(error: OSError) -> None:
         raise error
 
-    paths = []
+    paths, size = list[Path](), 0
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and not (library and name in _NOT_LIBRARY)]
         names = [name for name in files if name[0] != "." and (name.endswith(".py") or not library)]
-        paths += [path.relative_to(root) for name in names if (path := Path(folder, name)).is_file()]
+        found = [path for name in names if (path := Path(folder, name)).is_file()]
+        paths += [path.relative_to(root) for path in found]
+        size += sum(path.stat().st_size for path in found)
+        if len(paths) > MOST_FILES or size > MOST_BYTES:
+            raise InputError(
+                f"task 'text': parameter 'corpus': '{root}' holds over {MOST_FILES:,} files or {MOST_BYTES:,} bytes; "
+                "name a smaller folder or a single file, or pack the text: platform data pack"
+            )
     if len(paths) < 3:
         raise InputError(
             f"task 'text': parameter 'corpus': '{root}' holds {len(paths)} files; "

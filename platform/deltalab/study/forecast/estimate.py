@@ -18,7 +18,7 @@ from deltalab.authoring import verdict
 from deltalab.authoring.module_checks import unstackable
 from deltalab.errors import InputError
 from deltalab.models.costs import CostCounter, ModelCosts
-from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters, dead_parameters_text
+from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters, dead_parameters_text, tried_elements
 from deltalab.models.published import preset_text
 from deltalab.own_module import OwnModule
 from deltalab.reading import pairs
@@ -36,6 +36,9 @@ from deltalab.study.specs.setting_paths import training_part
 
 TIMING_SECONDS = 0.5
 """About how many seconds the arms of a study on CPUs are timed in all. Other arms are scaled by their operations."""
+
+MOST_TRIED = 2**25
+"""The parameters of all blocks in which a plan looks for some that do nothing, which takes a second or two."""
 
 SEARCHES = " A search takes about 3 times as long: its candidates train one by one, and each compiles its own kernels."
 """How long a search takes, as the study discover with profile gpu took on an H100: docs/decisions/209."""
@@ -325,7 +328,8 @@ def _dead(plan: Plan, costs: list[ArmCost]) -> list[str]:
     """
     known = [cost for cost, arm in zip(costs, plan.arms, strict=True) if arm.is_base or not plan.spec.search]
     notes = (
-        f"{cost.arm}: parameters that do nothing are not counted in blocks of over {MOST_COUNTED:,} parameters."
+        f"{cost.arm}: parameters that do nothing are not counted in blocks of over {MOST_COUNTED:,} parameters, nor in "
+        f"the blocks after the first {MOST_TRIED:,}."
         if cost.dead_parameters is None
         else dead_parameters_text(cost.arm, cost.dead_parameters, cost.parameters)
         for cost in known
@@ -408,13 +412,20 @@ def _extended(plan: Plan) -> list[str]:
 
 def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int | None]], list[Training]]:
     """Returns the model costs, the number of dead parameters and the training of each arm."""
-    counter, costs, trainings = CostCounter(), [], []
+    counter, costs, trainings, tried = CostCounter(), [], [], 0
+    counted: dict[tuple[str, int], tuple[ModelCosts, int | None]] = {}
     for arm in plan.arms:
         task = plan.tasks[arm.task]
         model, spec = plan.job(arm, "confirm", 0, {}).specs
-        with _naming(plan, arm):
-            cost = counter.costs(model, task.length)
-            costs.append((cost, dead_parameters(model, task.length)))
+        key = repr(model), task.length
+        if key not in counted:
+            with _naming(plan, arm):
+                cost = counter.costs(model, task.length)  # refuses a model that would take long below
+                tried += tried_elements(model)
+                dead = dead_parameters(model, task.length) if tried <= MOST_TRIED else None
+                counted[key] = cost, dead
+        cost, _ = counted[key]
+        costs.append(counted[key])
         trainings.append(Training(task, model, spec, plan.spec.looks[-1].seeds, cost.flops_per_token))
     return costs, trainings
 

@@ -30,7 +30,7 @@ SIZES = (
 PARAMETERS = 3
 """Parameters of the power law with an offset, a + b C^-c, which is fitted to the losses of an arm."""
 
-MOST_SIZES = 100
+MOST_SIZES = 20
 """The most sizes of a ladder."""
 
 Size = Annotated[int, Field(strict=True, ge=1)]

@@ -48,7 +48,7 @@ LAST_FIRST_SEED = 999_000
 """The last seed with which a study may begin: it has at most 1,000, and those of a search begin at 1,000,001."""
 LEAST_SHARE = 0.01
 """The least share of a core or a GPU that a stack may take."""
-MOST_ARMS = 1000
+MOST_ARMS = 500
 """The most arms of a study, counted on each task and at each size."""
 
 
