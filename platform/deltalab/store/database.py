@@ -1,6 +1,7 @@
 """Opens the ledger's database, checks that it is deltalab's and current, and turns its failures into one line."""
 
 import json
+import os
 import re
 import sqlite3
 import time
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
@@ -30,6 +32,8 @@ KEEPALIVE = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count
 MISTYPED = re.compile(r":.*@|@.*:|\b(password|passwd|pwd)\s*=|^\W*(postgres|sqlite)[\w+]*\s*:", re.DOTALL)
 """A path that is a mistyped URL or a connection string, and may hold a password."""
 SECRETS = ("password", "sslpassword")
+RESTORE = "restore a copy, or save what can be read with `sqlite3 FILE .recover`"
+"""What helps against a damaged file."""
 
 # PostgreSQL's SQLSTATE, or its first digits.
 NO_PERMISSION = {"42501", "25006"}  # insufficient privilege, read-only transaction
@@ -121,6 +125,7 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
             connect_args={name: value for name, value in options.items() if name not in url.query},
             pool_pre_ping=True,
             json_serializer=partial(json.dumps, allow_nan=False),  # NaN is not JSON, and PostgreSQL refuses it
+            **({"creator": partial(_open_unchanging, url)} if sqlite and _is_on_read_only_medium(url) else {}),
         )
     except ModuleNotFoundError:
         raise NotInstalled("needs psycopg", "'deltalab[postgres]'", where=display_url(url)) from None
@@ -157,6 +162,21 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
     return engine
 
 
+def _is_on_read_only_medium(url: URL) -> bool:
+    """Returns whether an SQLite file lies on a medium that is mounted read-only, with nothing in a log beside it."""
+    file = Path(str(url.database))
+    if "uri" in url.query or not file.is_file() or not os.statvfs(file).f_flag & os.ST_RDONLY:
+        return False
+    log = file.with_name(f"{file.name}-wal")
+    return not log.exists() or log.stat().st_size == 0
+
+
+def _open_unchanging(url: URL) -> sqlite3.Connection:
+    """Opens a file that nobody can change: SQLite would else make files beside it, for locks and its log."""
+    uri = f"file:{quote(str(Path(str(url.database)).absolute()))}?immutable=1"
+    return sqlite3.connect(uri, uri=True, check_same_thread=False)
+
+
 def _log_ahead(cursor: DBAPICursor) -> None:
     """Switches write-ahead logging on, and waits for locks, since SQLite does not wait here whatever its timeout."""
     until = time.monotonic() + LOCK_SECONDS
@@ -180,10 +200,22 @@ def input_errors(url: URL) -> Iterator[None]:
     """
     try:
         yield
+    except InputError:
+        raise
+    except ValueError as error:
+        # What SQLAlchemy raises for a text that is no UTF-8, no JSON or no time, as our code wrote none.
+        damaged = isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or "isoformat" in str(error)
+        if not damaged:
+            raise
+        raise InputError(f"{display_url(url)}: is damaged: {' '.join(str(error).split())}; {RESTORE}") from None
     except DBAPIError as error:
         sqlite = url.get_backend_name() == "sqlite"
         code, state = getattr(error.orig, "sqlite_errorcode", None), getattr(error.orig, "sqlstate", None)
-        is_our_fault = isinstance(error, OperationalError) and code == sqlite3.SQLITE_ERROR
+        is_our_fault = (
+            isinstance(error, OperationalError)
+            and code == sqlite3.SQLITE_ERROR
+            and "malformed" not in str(error.orig)  # a text of the file's schema
+        )
         is_outside_fault = (
             isinstance(error, OperationalError)
             or type(error) is DatabaseError  # SQLite's "file is not a database" and "malformed"
@@ -207,7 +239,7 @@ def input_errors(url: URL) -> Iterator[None]:
         elif reason == "database is locked":
             reason += f" by another process, for {LOCK_SECONDS} s"
         elif reason == "database disk image is malformed":
-            reason += ": restore a copy, or save what can be read with `sqlite3 FILE .recover`"
+            reason += f": {RESTORE}"
         if sqlite:
             may_pass = code is not None and code & 0xFF in SQLITE_PASSING
         else:
