@@ -296,7 +296,7 @@ def _imported(package: str, name: str) -> ModuleType:
         spec = importlib.util.find_spec(package.partition(".")[0])
         origin = spec.origin if spec is not None else None
     file = Path(origin or "").resolve()
-    if file.is_file() and any(file.is_relative_to(Path(folder).resolve()) for folder in [Path.cwd(), *_beside]):
+    if file.is_file() and any(file.is_relative_to(Path(folder).resolve()) for folder in [os.getcwd(), *_beside]):
         trust.require(file, f"module '{name}' runs it")
     try:
         with _import_guard(), _searching([os.getcwd(), *_beside]):
