@@ -276,6 +276,8 @@ class UpdateRule:
         Returns:
             o [B, T, H, V] with the scale, and the next state in the same form.
         """
+        if type(self).operands is not UpdateRule.operands:
+            raise NotImplementedError(f"rule '{self.name}' gives operands and no transition: declare `transition`")
         raise NotImplementedError(f"rule '{self.name}' gives neither operands nor mix")
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> tuple[Tensor, State | Tensor]:

@@ -239,3 +239,11 @@ def test_a_result_that_is_too_large_is_refused(processes: Processes, monkeypatch
     process.child.wait(60)
     told = process.told()
     assert (told["error"]["kind"], "result" in told) == ("too_large", False)
+
+
+def test_an_argument_that_a_tool_lacks_is_refused(folder: Path, processes: Processes) -> None:
+    async def asked(client: Any) -> Any:
+        return await client.call_tool("plan", {"study": "study.yaml", "settingss": ["train.steps=1"]})
+
+    error = error_of(talk(server(processes), asked))
+    assert (error["where"], error["key"], error["nearest"]) == ("plan", "settingss", "settings")

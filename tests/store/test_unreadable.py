@@ -22,14 +22,8 @@ def db(tmp_path: Path) -> Path:
 
 
 def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets every file seem to lie on a medium that is mounted read-only."""
-    real = os.statvfs
-
-    def statvfs(file: Path) -> os.statvfs_result:
-        flag = real(file).f_flag | os.ST_RDONLY
-        return os.statvfs_result([*real(file)[:8], flag, real(file).f_namemax])
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
+    """Lets no file and no folder be written, as on a medium that is mounted read-only."""
+    monkeypatch.setattr(os, "access", lambda file, mode: not mode & os.W_OK)
 
 
 def test_a_ledger_on_a_read_only_medium_is_read_without_a_file_beside_it(

@@ -42,10 +42,13 @@ FORKED = hasattr(os, "fork")
 
 def trust_folder(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder; those below it count, too.")],
+    as_json: AsJson = False,
 ) -> None:
     """Let the Python files of a folder run: plugins, modules of a study, the code of an exported model."""
     trust.record(folder)
-    print(f"{folder.resolve()}: trusted from now on; {trust.recorded_in()} lists the trusted folders")
+    whole, listed = folder.resolve(), trust.recorded_in()
+    text = f"{whole}: trusted from now on; {listed} lists the trusted folders"
+    print_result(as_json, text, trusted=whole, recorded_in=listed)
 
 
 @rule.command("list")

@@ -1,5 +1,6 @@
 """The tools of the server: list, show, check, plan, report, compare, diff, trace, run, export, poll and cancel."""
 
+import inspect
 import json
 import os
 import signal
@@ -202,15 +203,29 @@ def server(processes: Processes, *, allow: Sequence[str] = (), most_minutes: flo
             raise unknown("tool", name, ALLOWED, where="--allow")
     try:
         from mcp.server import MCPServer
+        from mcp.server.mcpserver.exceptions import ToolError
         from mcp.types import ToolAnnotations
     except ImportError:
         raise NotInstalled("a server needs the package mcp, 2 or newer", "'deltalab[mcp]'") from None
+    tools = Tools(processes, most_minutes)
     left_out = [name for name in ALLOWED if name not in allow]
     without = f"Not offered here, for want of `platform mcp --allow`: {', '.join(left_out)}.\n" if left_out else ""
-    made = MCPServer("deltalab", instructions=INSTRUCTIONS + without, version=__version__, log_level="WARNING")
-    tools = Tools(processes, most_minutes)
+
+    class KnownArguments(MCPServer[Any]):  # type: ignore[misc]
+        """A server that refuses arguments that a tool does not have, which the SDK leaves out without a word."""
+
+        async def call_tool(self, name: str, arguments: dict[str, Any], *more: Any) -> Any:
+            known = [*inspect.signature(getattr(tools, name)).parameters] if name in offered else [*arguments]
+            for key in arguments:
+                if key not in known:
+                    raise ToolError(json.dumps({"error": unknown("argument", key, known, where=name).fields()}))
+            return await super().call_tool(name, arguments, *more)
+
+    made = KnownArguments("deltalab", instructions=INSTRUCTIONS + without, version=__version__, log_level="WARNING")
     reads = (tools.list, tools.show, tools.plan, tools.report, tools.compare, tools.diff, tools.trace, tools.poll)
-    for tool in (*reads, tools.check, tools.cancel, *(getattr(tools, name) for name in allow)):
+    chosen = (*reads, tools.check, tools.cancel, *(getattr(tools, name) for name in allow))
+    offered = {tool.__name__ for tool in chosen}
+    for tool in chosen:
         annotations = ToolAnnotations(
             read_only_hint=tool in reads, destructive_hint=tool == tools.cancel, open_world_hint=False
         )

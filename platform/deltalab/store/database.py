@@ -163,9 +163,9 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
 
 
 def _is_on_read_only_medium(url: URL) -> bool:
-    """Returns whether an SQLite file lies on a medium that is mounted read-only, with nothing in a log beside it."""
+    """Returns whether this process can write neither an SQLite file nor its folder, with nothing in a log beside it."""
     file = Path(str(url.database))
-    if "uri" in url.query or not file.is_file() or not os.statvfs(file).f_flag & os.ST_RDONLY:
+    if "uri" in url.query or not file.is_file() or os.access(file, os.W_OK) or os.access(file.parent, os.W_OK):
         return False
     log = file.with_name(f"{file.name}-wal")
     return not log.exists() or log.stat().st_size == 0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.folders import ROOT
 
-from deltalab import InputError, registry
+from deltalab import InputError, registry, trust
 from deltalab.authoring.quarantine import Quarantined
 from deltalab.store import Store
 from deltalab.study.planning.make import make_plan
@@ -228,3 +228,28 @@ def test_wrong_proposals_are_refused_at_planning(search: dict[str, Any], said: s
     with pytest.raises(InputError, match=re.escape(said)) as refused:
         make_plan(load_study(study(**search)))
     assert "\n" not in str(refused.value)
+
+
+def test_a_program_of_a_file_runs_where_its_folder_is_trusted(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(lab / "config"))
+    monkeypatch.setenv("DELTALAB_TRUST", "")
+    file = lab / "foreign.yaml"
+    file.write_text(json.dumps(study(proposals=f"touch {lab / 'ran'}")))
+    with pytest.raises(InputError, match=r"foreign.yaml: its search.proposals runs a program, and its folder is not"):
+        run_study_file(file, db=lab / "lab.db", executor="inline")
+    assert not (lab / "ran").exists()
+    trust.record(lab)
+    assert run_study_file(file, db=lab / "lab.db", executor="inline", unchecked=True).state == "done"
+    assert (lab / "ran").exists()
+
+
+def test_evolution_waits_for_the_first_result(tmp_path: Path) -> None:
+    asked = proposer(tmp_path, "evolution")
+    assert [asked.next(number, [], []) for number in range(5)] == [None] * 5
+    assert asked.next(5, [{"values": POINT, "scores": {}}], [POINT]) is not None
+
+
+def test_a_program_that_fails_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    command = program(tmp_path, "sys.exit('no key for the model')")
+    assert proposer(tmp_path, command).next(0, [], []) is None
+    assert "ended with exit code 1: no key for the model" in caplog.text

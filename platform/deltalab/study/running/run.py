@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import torch
 
+from deltalab import trust
 from deltalab.authoring import verdict
+from deltalab.authoring.files import study_folder
 from deltalab.authoring.module_checks import demand_modules
 from deltalab.engines.launch import version_of
 from deltalab.errors import InputError, unknown
@@ -44,6 +46,7 @@ from deltalab.study.running.sharing import (
     weights_folder,
 )
 from deltalab.study.running.weights_at_url import interrupted_stacks, make_worker, runs_at
+from deltalab.study.specs.budget import EVOLUTION
 from deltalab.study.specs.overrides import Overrides
 from deltalab.study.workers.jobs import Job, Lost
 from deltalab.study.workers.worker import Worker
@@ -235,6 +238,10 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
             raise InputError(f"--storage {settings.storage}: an engine's checkpoints need a folder, not a URL")
     if executor == "ray":
         temporary()
+    if plan.spec.search is not None and plan.spec.search.proposals not in (None, EVOLUTION):
+        file = study_folder.study_file(plan.study_file)
+        if file.is_file():
+            trust.require(file, "its search.proposals runs a program")
     gpu = plan.spec.resources.gpu
     for arm in plan.arms:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"

@@ -76,6 +76,8 @@ def score(
     """
     if not rule_file.is_file():
         raise InputError(f"{rule_file}: no such rule file")
+    if rule_file.suffix != ".py":
+        raise InputError(f"{rule_file}: a rule is a Python file, whose name ends in .py")
     plan = plan_study(study, profile=profile, overrides=overrides)
     _require_scorable(plan)
     screening = _spec(plan, None, seeds=plan.spec.looks[0].seeds)

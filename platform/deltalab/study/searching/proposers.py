@@ -67,10 +67,12 @@ class Proposer:
         """Returns the next proposal that can be a candidate; None if there is none now.
 
         Args:
-            number: The candidate's number, which seeds `evolution`.
+            number: The candidate's number, which seeds `evolution`. It breeds none before the first result.
             front: The candidates that no other beats: `values`, `scores` and, of a proposed rule, its `source`.
             tried: The values of all candidates.
         """
+        if self._space.proposals == EVOLUTION and not front:
+            return None
         if not self._waiting and self._failures < MOST_FAILURES:
             self._waiting += self._asked(number, front, tried)
         while self._waiting:
@@ -170,15 +172,15 @@ def _printed(command: str, request: str) -> str:
         words = [sys.executable, "-m", __spec__.name, command]
     path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="deltalab-propose-", ignore_cleanup_errors=True) as folder:
-        asked, told = Path(folder) / "request.json", Path(folder) / "answer.json"
+        asked, told, errors = (Path(folder) / name for name in ("request.json", "answer.json", "errors.txt"))
         asked.write_text(request, encoding="utf-8")
-        with asked.open("rb") as reads, told.open("wb") as writes:
+        with asked.open("rb") as reads, told.open("wb") as writes, errors.open("wb") as complains:
             try:
                 process = subprocess.Popen(
                     words,
                     stdin=reads,
                     stdout=writes,
-                    stderr=subprocess.DEVNULL,
+                    stderr=complains,
                     start_new_session=True,
                     preexec_fn=_limited,
                     env={**os.environ, "PYTHONPATH": path},
@@ -194,7 +196,9 @@ def _printed(command: str, request: str) -> str:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if code:
-            raise InputError(f"{command}: ended with exit code {code}")
+            lines = errors.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+            raise InputError(f"{command}: ended with exit code {code}{last}")
         return told.read_text(encoding="utf-8", errors="replace")
 
 
