@@ -431,7 +431,9 @@ def _about_seconds(ledger: RecordedScores) -> Iterator[str]:
         reached: dict[str, list[float]] = {}
         given: set[tuple[float, int]] = set()
         for trial in ledger.trials:
-            if (trial.task, trial.stage) == (task, "confirm") and (seconds := trial.config["train"].get("seconds")):
+            if (trial.task, trial.stage) == (task, "confirm") and (
+                seconds := trial.config.get("train", {}).get("seconds")
+            ):
                 given.add((seconds, trial.config["train"]["steps"]))
                 steps = ledger.finals.get(trial.key, {}).get(("cost", STEPS), {})
                 reached.setdefault(trial.arm, []).extend(steps.values())
