@@ -242,7 +242,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("study rnu", ("Did you mean 'run'?",)),
     ("study run", ("Missing argument 'FILE|NAME'",)),
     ("study run study.yaml --exector inline", ("--exector", "--executor")),
-    ("study run study.yaml --executor rey", ("ray or inline", "'rey'")),
+    ("study run study.yaml --executor rey", ("ray, inline", "'rey'")),
     ("study run study.yaml --workers 0", ("--workers",)),
     ("study run study.yaml --workers two", ("--workers",)),
     ("study run study.yaml --profile lnger", ("did you mean 'longer'?", "study.yaml")),

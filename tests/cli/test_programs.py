@@ -62,12 +62,13 @@ RESULTS = {
     "db export": "copy.db",
     "db import": "deltalab.db --db other.db",
     "db vacuum": "",
+    "trust": ".",
 }
 """What follows each command that ends in seconds."""
 
 LONGER = {
     "study run", "study restore", "study export-optuna", "rule check", "rule bench", "rule from-search", "module check",
-    "task check", "data show", "export", "train", "eval", "doctor", "dashboard", "mcp",
+    "task check", "data show", "export", "train", "eval", "doctor", "dashboard", "mcp", "score",
 }  # fmt: skip
 """Commands whose results other tests read, here or in test_commands.py."""
 

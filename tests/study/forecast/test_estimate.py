@@ -216,7 +216,7 @@ def test_evaluations_at_several_lengths_are_counted_once_for_the_test() -> None:
     spec = TrainSpec(steps=100, batch_size=16, lr=1e-2, evaluations=5, eval_batches=3)
     training = Training(task, COMBA, spec, 1, 1.0)
     # 5 validations of 3 batches and a test of 9 as long ones; a batch's forward pass is a third of a step.
-    assert estimates._steps(training) == pytest.approx(100 + (5 * 3 + 9) / 3)
+    assert estimates._seconds(training, 1.0) == pytest.approx(100 + (5 * 3 + 9) / 3)
 
 
 def test_a_model_that_fails_is_named_with_its_arm(monkeypatch: pytest.MonkeyPatch) -> None:
