@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sqlite3
 import time
@@ -22,6 +23,7 @@ from deltalab.study.reports.report import report
 from deltalab.study.running import schedule as scheduling
 from deltalab.study.running.run import StudyResult, run_study_file
 from deltalab.study.specs.study_file import load_study
+from deltalab.study.workers import printed_output
 from deltalab.study.workers import worker as workers
 from deltalab.study.workers.fork_server import _servers, fork_server
 from deltalab.study.workers.jobs import Job, Lost
@@ -361,6 +363,63 @@ def test_what_a_rule_prints_goes_to_stderr_and_what_deltalab_warns_of_is_logged(
     assert "printed\n" in said.err
     assert said.out == ""
     assert {one.levelno for one in caplog.records if one.message == "as the platform warns"} == {logging.WARNING}
+
+
+MEGABYTE = "print(('x' * 99 + '\\n') * 10_000, file=sys.stderr)"
+
+
+def test_of_a_rule_that_prints_a_megabyte_a_step_a_few_lines_are_shown_and_the_newest_are_kept(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(printed_output, "LARGEST", 1_000_000)
+    loud = plug_in("loud", f"print('first line')\n{MEGABYTE}")
+    quiet = plug_in("quiet", "calls == 5 and print('hush')")
+    result = ran(study(arms={"loud": {"rule": loud}, "quiet": {"rule": quiet}}))
+    assert (result.state, result.failed) == ("done", 0)
+    said = capsys.readouterr().err
+    assert "first line\n" in said
+    assert said.count("x" * 99) <= printed_output.SHOWN_LINES
+    assert "hush\n" in said
+    (told,) = [one.message for one in caplog.records if "more lines" in one.message]
+    file = lab / "runs" / "printed.log"
+    assert re.fullmatch(
+        rf"loud on mqar, trial \w{{12}}: printed [\d,]{{6,}} more lines, [\d.]+ MB; {file} keeps .*", told
+    )
+    assert file.stat().st_size <= 1_000_000
+    kept = file.read_text()
+    assert "--- quiet on mqar, trial " in kept
+    assert "hush\n" in kept
+
+
+@pytest.mark.slow
+def test_ray_keeps_what_a_rule_prints_within_the_same_bound(lab: Path) -> None:
+    result = run_study_file(one_arm(plug_in("loud", MEGABYTE)), db="lab.db")
+    assert (result.state, result.failed) == ("done", 0)
+    file = lab / "runs" / "printed.log"
+    assert 5_000_000 < file.stat().st_size <= printed_output.LARGEST
+
+
+def test_a_line_without_an_end_is_cut_and_a_full_disk_is_said(
+    lab: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (lab / "runs").write_text("a file, where a folder should be")
+    printed = printed_output.PrintedOutput(lab / "runs" / "printed.log")
+    printed.begin("arm")
+    for _ in range(100):
+        printed.take(b"y" * 1000, show=True)
+    printed.end()
+    assert capsys.readouterr().err == "y" * printed_output.SHOWN_BYTES + "\n"
+    assert "arm: printed 0 more lines, less than 0.1 MB; " in caplog.text
+    assert "printed.log does not have all of it: " in caplog.text
+
+
+def test_workers_that_share_a_file_name_what_they_write(lab: Path) -> None:
+    one, other = (printed_output.PrintedOutput(lab / "printed.log") for _ in range(2))
+    for printed, name in ((one, "a"), (other, "b")):
+        printed.begin(name)
+    for printed in (one, one, other, one):
+        printed.take(b"word\n", show=False)
+    assert one.file.read_text() == "--- a\nword\nword\n--- b\nword\n--- a\nword\n"
 
 
 def test_a_rule_that_closes_its_output_harms_nobody(lab: Path) -> None:

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from deltalab.store import TrialRecord
 from deltalab.study.workers.child_messages import ChildState, read_state, send, write_state
 from deltalab.study.workers.fork_server import fork_server, search_path
 from deltalab.study.workers.jobs import IMPORTING, Job, Lost, forget_checkpoint, late, record_from_json, stack_to_json
+from deltalab.study.workers.printed_output import PrintedOutput
 from deltalab.training.beat import STEP
 
 _log = logging.getLogger("deltalab")
@@ -60,6 +60,9 @@ DIES = 5.0
 
 TAKES = 300.0
 """Seconds for a child to take a stack, and for the fork server to import torch before the first one."""
+
+PRINTED = "printed.log"
+"""The name of the file in the folder of weights that has what stacks print."""
 
 LAST_WORDS = 8000
 """How many of the last characters that a child printed the record of its end keeps."""
@@ -99,6 +102,7 @@ class Worker:
         threads: The threads of a trial.
         memory: Bytes that a stack may use.
         device: The name of the device on which stacks train; None before the first stack.
+        printed: What stacks print.
     """
 
     def __init__(self, runs: Path, *, threads: int = 1, memory: int | None = None) -> None:
@@ -112,6 +116,7 @@ class Worker:
         self.runs, self.threads = runs.absolute(), threads
         self.memory = share(1) if memory is None else memory
         self.device: str | None = None
+        self.printed = PrintedOutput(self.runs / PRINTED)
         self._child: _Child | None = None
 
     def execute(
@@ -154,6 +159,7 @@ class Worker:
         except Lost as lost:
             return lost
         finally:
+            child.hear_out()
             if not child.idle:
                 self.close()
 
@@ -214,6 +220,7 @@ class _Child:
         steps = stack[0].config["train"]["steps"]
         write_state(self._pulse.fileno(), ChildState(time.monotonic(), math.inf, math.inf, 0, steps, "starting"))
         self._words, self._late_since = "", None
+        self.worker.printed.begin(f"{stack[0].arm} on {stack[0].task}, trial {stack[0].key[:12]}")
         self._send({"stack": stack_to_json(stack)})
         self.idle = False
 
@@ -245,6 +252,11 @@ class _Child:
                 if between is not None and step and looked - told >= TELLS:
                     between(step)
                     told = looked
+
+    def hear_out(self) -> None:
+        """Reads what the child printed since it was last heard, and says how much a stack printed in all."""
+        self._listen()
+        self.worker.printed.end()
 
     def kill(self) -> None:
         """Ends the child and every process that it started."""
@@ -286,14 +298,14 @@ class _Child:
         return lines[0] if lines else ""
 
     def _listen(self) -> None:
-        """Prints to this process's stderr what the child printed."""
+        """Reads what the child printed."""
         with contextlib.suppress(BlockingIOError):
-            text = os.read(self._printed, 2**16).decode(errors="replace")
-            if not text and self._printed in self._sources:
+            data = os.read(self._printed, 2**16)
+            if data:
+                self._words = (self._words + data.decode(errors="replace"))[-LAST_WORDS:]
+                self.worker.printed.take(data, show=self._late_since is None)
+            elif self._printed in self._sources:
                 self._sources.remove(self._printed)  # The rule has closed its output.
-            self._words = (self._words + text)[-LAST_WORDS:]
-            if self._late_since is None:
-                sys.stderr.write(text)
 
     def _ended(self, status: str) -> Lost:
         """Says why the child ended, though the worker did not end it."""
