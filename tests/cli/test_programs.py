@@ -60,6 +60,7 @@ RESULTS = {
     "data tokenizer": "text.txt --out tokenizer.json --vocab 260",
     "db upgrade": "",
     "db export": "copy.db",
+    "db backup": "saved.db",
     "db import": "deltalab.db --db other.db",
     "db vacuum": "",
     "trust": ".",

@@ -22,6 +22,7 @@ from deltalab.cli.export import export
 from deltalab.cli.mcp import mcp
 from deltalab.cli.options import (
     AsJson,
+    BackupEvery,
     Db,
     Folder,
     LogTo,
@@ -33,6 +34,7 @@ from deltalab.cli.options import (
     find_study,
     latest_study,
     print_result,
+    seconds,
     wants_json_errors,
 )
 from deltalab.cli.plugins import model, module, rule, task, trust_folder
@@ -107,6 +109,7 @@ def study_run(
         bool, typer.Option("--join", help="Take part in the study that another driver runs with the same database.")
     ] = False,
     log_to: LogTo = None,
+    backup_every: BackupEvery = None,
     as_json: AsJson = False,
     progress_form: Progress = "text",
 ) -> None:
@@ -131,6 +134,7 @@ def study_run(
         join=join,
         overrides=settings,
         log_to=log_to or [],
+        backup_every=None if backup_every is None else seconds(backup_every, "--backup-every"),
     )
     if as_json:
         print(result.report.to_json())

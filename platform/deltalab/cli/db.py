@@ -39,6 +39,23 @@ def db_export(
     print_result(as_json, f"{file}: written: {_counts(rows)}", file=file, rows=rows)
 
 
+@db.command("backup")
+def db_backup(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file.")],
+    db: Db = None,
+    as_json: AsJson = False,
+    progress_form: Progress = "text",
+) -> None:
+    """Back up the ledger, also while studies run: an SQLite file that is a ledger itself, or PostgreSQL's archive."""
+    from deltalab.store import Store
+    from deltalab.store.backup import back_up
+
+    with Store.open(db, create=False) as store:
+        back_up(store, file, progress.advance)
+    size = file.stat().st_size
+    print_result(as_json, f"{file}: written: {size / 1e6:.1f} MB", file=file, bytes=size)
+
+
 @db.command("import")
 def db_import(
     paths: Annotated[

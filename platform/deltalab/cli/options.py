@@ -1,6 +1,7 @@
 """The options and arguments that several commands take. Also finds the study that a user names, and prints results."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -50,6 +51,12 @@ Db = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; an error is JSON on stderr.")]
+BackupEvery = Annotated[
+    str | None,
+    typer.Option(
+        "--backup-every", metavar="TIME", help="Back up the database now and then, such as every 30s, 10m or 2h."
+    ),
+]
 Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
 LogTo = Annotated[
     list[str] | None,
@@ -69,6 +76,29 @@ StudyFile = Annotated[
     Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or shipped.")
 ]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
+
+
+def seconds(text: str, option: str) -> float:
+    """Reads a time with its unit, such as 30s, 10m or 2h.
+
+    Args:
+        text: What the user gave.
+        option: The name of the option, for the error.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        InputError: The text is no number with one of the units.
+
+    Examples:
+        >>> seconds("10m", "--backup-every")
+        600.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    if match is None:
+        raise InputError(f"'{text}' is no time: give a number with s, m or h, such as 10m", where=option, key=text)
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def find_study(store: Any, study_name: str, profile: str | None, overrides: Sequence[str] | None = None) -> Any:

@@ -22,6 +22,7 @@ from deltalab.engines.launch import version_of
 from deltalab.errors import InputError, unknown
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
+from deltalab.store.backup import Backups
 from deltalab.store.database import without_password
 from deltalab.store.models import StudyState
 from deltalab.store.studies.shelf import keep_best
@@ -56,6 +57,10 @@ _log = logging.getLogger("deltalab")
 
 WAIT = 0.1
 """Seconds after which a driver asks again for a stack, while a lost stack waits to be tried again."""
+
+
+MOST_BETWEEN_BACKUPS = 7 * 24 * 3600
+"""The most seconds between two backups."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class RunSettings:
             place if it dies.
         log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
             driver that has joined logs nothing.
+        backup_every: The seconds between two backups of the ledger (`deltalab.store.backup.Backups`); None for none. A
+            driver that has joined makes none.
     """
 
     db: str | Path | None = None
@@ -116,6 +123,7 @@ class RunSettings:
     unchecked: bool = False
     join: bool = False
     log_to: Sequence[str] = ()
+    backup_every: float | None = None
 
 
 def run_study_file(
@@ -133,6 +141,7 @@ def run_study_file(
     join: bool = False,
     overrides: Overrides = None,
     log_to: Sequence[str] = (),
+    backup_every: float | None = None,
 ) -> StudyResult:
     """Runs a study, or goes on with it: a trial that the ledger holds never runs again.
 
@@ -155,6 +164,8 @@ def run_study_file(
             name.
         log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
             driver that has joined logs nothing.
+        backup_every: The seconds between two backups of the ledger (`deltalab.store.backup.Backups`); None for none. A
+            driver that has joined makes none.
 
     Returns:
         How the study ended, with its report. A trial that raises is recorded as failed.
@@ -179,6 +190,7 @@ def run_study_file(
         unchecked=unchecked,
         join=join,
         log_to=log_to,
+        backup_every=backup_every,
     )
     return run_study(plan, settings)
 
@@ -230,6 +242,8 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
         raise InputError("--address: the cluster's machines need a shared folder: give it with --storage")
     if workers is not None and workers < 1:
         raise InputError(f"--workers must be at least 1, not {workers}")
+    if settings.backup_every is not None and not 1 <= settings.backup_every <= MOST_BETWEEN_BACKUPS:
+        raise InputError(f"--backup-every must be from 1s to 168h, not {settings.backup_every:g} s")
     if executor == "inline" and (address is not None or (workers or 1) > 1):
         raise InputError("--executor inline runs one stack at a time: --workers and --address are Ray's")
     if plan.spec.engine is not None:
@@ -271,7 +285,10 @@ def _drive(
     )
     state: StudyState = "interrupted"
     activity = DriverActivity()
-    with Heartbeat(lambda: store.beat(study_id, activity.status().to_json())):
+    with (
+        Backups(store, settings.backup_every),
+        Heartbeat(lambda: store.beat(study_id, activity.status().to_json())),
+    ):
         try:
             record_delivered(store, study_id)
             if settings.retry_failed:
