@@ -11,7 +11,7 @@ from deltalab.store import trainings
 from deltalab.store.studies import shelf
 from deltalab.store.studies.shelf import ListedStudy
 from deltalab.study.specs.recorded_study import RecordedSpec
-from deltalab_dashboard import address
+from deltalab_dashboard import address, sign_in
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.reach import draw_reach
 from deltalab_dashboard.text import badge, label, plain
@@ -125,6 +125,14 @@ def main() -> None:
     """Draws the navigation, the choice of a study, and the page that the reader opened."""
     st.set_page_config(page_title="deltalab", page_icon=ICON, layout="wide")
     draw_reach()
+    if not sign_in.may_read():
+        # The pages are named, so that the address still leads to its page after the form.
+        st.navigation([_page(view, ()) for views in VIEWS.values() for view in views], position="hidden")
+        try:
+            sign_in.ask()
+        except InputError as error:
+            st.error(plain(str(error)))
+        return
     studies: list[ListedStudy] = []
     hidden: set[str] = set()
     failure: InputError | None = None

@@ -16,9 +16,14 @@ _named: list[Path] = []
 """The folders that are trusted by this process alone."""
 
 
+def configuration() -> Path:
+    """Returns the folder of the user's configuration: in $XDG_CONFIG_HOME, or else ~/.config."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "deltalab"
+
+
 def recorded_in() -> Path:
-    """Returns the file that lists trusted folders, one a line: in $XDG_CONFIG_HOME, or else ~/.config."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "deltalab" / "trusted"
+    """Returns the file that lists trusted folders, one a line."""
+    return configuration() / "trusted"
 
 
 def is_trusted(folder: Path) -> bool:

@@ -229,6 +229,57 @@ def test_dashboard(platform: Platform, done: Path, monkeypatch: pytest.MonkeyPat
     assert Path(command[4]).is_file()
 
 
+def test_the_dashboard_asks_for_a_token_where_others_reach_it(
+    platform: Platform, done: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def execve(program: str, command: list[str], environment: dict[str, str]) -> None:
+        started.append((command, environment))
+        sys.exit(0)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(done / "config"))
+    monkeypatch.setenv("DELTALAB_TOKEN_FILE", "of another dashboard")
+    file = done / "config" / "deltalab" / "dashboard-token"
+    for words, asks in (
+        ("", False),
+        ("--host localhost", False),
+        ("--host 127.0.0.2", False),
+        ("--host 0.0.0.0 --no-token", False),
+        ("--host 0.0.0.0", True),
+        ("--token", True),
+    ):
+        said = platform("dashboard", *words.split())
+        assert said.code == 0
+        _, environment = started[-1]
+        assert environment.get("DELTALAB_TOKEN_FILE") == (str(file) if asks else None)
+        assert (f"the dashboard asks for the token that {file} holds" in said.err) == asks
+    assert file.stat().st_mode & 0o777 == 0o600
+    token = file.read_text().strip()
+    assert len(token) > 40
+    said = platform("dashboard", "--host", "0.0.0.0", "--json")
+    assert json.loads(said.out) == {"address": "http://0.0.0.0:8501", "token_file": str(file)}
+    assert file.read_text().strip() == token, "a link and a noted token stay good"
+    assert all(token not in str(one) for one in (started, said))
+
+    assert_refused(
+        platform("dashboard", "--host", "nowhere.invalid"), "--host: 'nowhere.invalid' is no address of this"
+    )
+    assert_refused(platform("dashboard", "--host", "192.0.2.1"), "--host: '192.0.2.1' is no address of this machine: ")
+    assert_refused(platform("dashboard", "--host", " "), "is empty")
+    file.chmod(0o640)
+    assert_refused(
+        platform("dashboard", "--token"), "dashboard-token: other users may read it: delete it for a new one"
+    )
+    file.chmod(0o600)
+    file.write_text("short")
+    assert_refused(platform("dashboard", "--token"), "dashboard-token: a token has at least 16 characters")
+    file.unlink()
+    file.mkdir(mode=0o700)
+    assert_refused(platform("dashboard", "--token"), "dashboard-token: no token can be kept there: ")
+
+
 def test_upgrade_leaves_a_current_database_alone(platform: Platform, done: Path) -> None:
     before = json.loads(platform("study", "report", "tiny", "--json").out)
     assert platform("db", "upgrade").code == 0

@@ -11,7 +11,7 @@ from deltalab.store import Store
 from deltalab.store.studies import shelf
 from deltalab.store.studies.shelf import ListedStudy
 from deltalab.study.reports.best_arm import best_arm_text, keep_best_arm, without_best_arm
-from deltalab_dashboard import downloads
+from deltalab_dashboard import downloads, sign_in
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.text import STATE_COLORS, badge, label, notes, plain
 
@@ -148,9 +148,12 @@ def listed_study(store: Store, row: ListedStudy) -> None:
                     + f"\n\nIt can be restored here, or with `platform study restore {row.id}`, until "
                     "`platform db vacuum` removes it for good."
                 )
+                given = st.text_input("Token", type="password") if sign_in.has_token() else None
                 if st.button("Delete this study", type="primary"):
-                    shelf.delete(store, row.id)
-                    st.rerun()
+                    if given is None or sign_in.is_token(given):
+                        shelf.delete(store, row.id)
+                        st.rerun()
+                    st.error("Give the token again to delete a study.")
         if row.state == "running":
             st.caption("A study that runs cannot be deleted.")
 

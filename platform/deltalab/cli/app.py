@@ -19,7 +19,6 @@ from deltalab.cli.db import db
 from deltalab.cli.doctor import doctor
 from deltalab.cli.eval import evaluate
 from deltalab.cli.export import export
-from deltalab.cli.mcp import mcp
 from deltalab.cli.options import (
     AsJson,
     BackupEvery,
@@ -33,12 +32,14 @@ from deltalab.cli.options import (
     StudyName,
     find_study,
     latest_study,
+    not_empty,
     print_result,
     seconds,
     wants_json_errors,
 )
 from deltalab.cli.plugins import model, module, rule, task, trust_folder
 from deltalab.cli.score import score
+from deltalab.cli.servers import dashboard, mcp
 from deltalab.cli.train import train
 from deltalab.errors import InputError, WrongRules, one_line, unknown
 
@@ -60,13 +61,6 @@ console = Console()
 MOST_WORKERS = 10_000
 INTERRUPTED = (130, 143, 129)
 """The exit codes after SIGINT, for which Typer prints nothing, after SIGTERM, and after SIGHUP."""
-
-
-def _not_empty(value: str | None) -> str | None:
-    """Refuses an option whose value is empty."""
-    if value is not None and not value.strip():
-        raise typer.BadParameter("is empty: name one, or leave the option out")
-    return value
 
 
 @app.callback()
@@ -97,9 +91,9 @@ def study_run(
     profile: Profile = None,
     executor: Annotated[str, typer.Option(help="ray, or inline for one stack at a time without Ray.")] = "ray",
     workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
-    address: Annotated[str | None, typer.Option(callback=_not_empty, help="Address of a Ray cluster.")] = None,
+    address: Annotated[str | None, typer.Option(callback=not_empty, help="Address of a Ray cluster.")] = None,
     storage: Annotated[
-        str | None, typer.Option(callback=_not_empty, help="Folder or URL for weights; shared, on a cluster.")
+        str | None, typer.Option(callback=not_empty, help="Folder or URL for weights; shared, on a cluster.")
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed trials again.")] = False,
     unchecked: Annotated[
@@ -341,59 +335,12 @@ def study_import(
     print_result(as_json, text, name=imported.name, file=file, tasks=tasks, arms=arms, left_out=list(imported.left_out))
 
 
-@app.command()
-def dashboard(
-    ctx: typer.Context,
-    db: Db = None,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8501,
-    browser: bool = True,
-    as_json: AsJson = False,
-) -> None:
-    """Compare studies in the browser, on 127.0.0.1."""
-    import importlib.util
-
-    from deltalab.store import Store
-
-    with Store.open(db, create=False):
-        pass
-    spec = importlib.util.find_spec("deltalab_dashboard")
-    if spec is None or spec.origin is None:
-        raise InputError("the dashboard is not installed")
-    options = {
-        "server.address": "127.0.0.1",
-        "server.port": port,
-        "server.headless": not browser,
-        "browser.gatherUsageStats": False,
-        "runner.magicEnabled": False,  # otherwise a page shows every string that stands alone in its file
-        "theme.light.textColor": "#111111",  # captions take 60% of this color, and Streamlit's own is too pale
-        "server.fileWatcherType": "none",  # a reloaded plugin would not be the source that this process hashed
-    }
-    flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "deltalab_dashboard.serve",
-        "run",
-        str(Path(spec.origin).parent / "app.py"),
-        *flags,
-    ]
-    # A database's URL may hold a password, and other users can read a process's arguments. So the URL goes through the
-    # environment, and Streamlit replaces this process, whose arguments may hold it too.
-    environment = {**os.environ, **({"DELTALAB_DB": db} if db else {})}
-    if ctx.obj:
-        environment["DELTALAB_PLUGINS"] = os.pathsep.join(map(str, ctx.obj))
-    if as_json:
-        print_result(as_json, "", address=f"http://127.0.0.1:{port}")
-        sys.stdout.flush()
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what Streamlit prints
-    os.execve(sys.executable, command, environment)
-
-
 app.command()(score)
 app.command()(export)
 app.command()(train)
 app.command()(doctor)
 app.command()(mcp)
+app.command()(dashboard)
 app.command("trust")(trust_folder)
 app.command("eval")(evaluate)
 

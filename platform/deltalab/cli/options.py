@@ -41,6 +41,13 @@ def _tell_in(form: str) -> str:
     return form
 
 
+def not_empty(value: str | None) -> str | None:
+    """Refuses an option whose value is empty."""
+    if value is not None and not value.strip():
+        raise typer.BadParameter("is empty: name one, or leave the option out")
+    return value
+
+
 Db = Annotated[
     str | None,
     typer.Option(
