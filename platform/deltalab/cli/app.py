@@ -59,8 +59,8 @@ studies.add_to(study)
 
 console = Console()
 MOST_WORKERS = 10_000
-INTERRUPTED = (130, 143, 129)
-"""The exit codes after SIGINT, for which Typer prints nothing, after SIGTERM, and after SIGHUP."""
+INTERRUPTED = (130, 143, 129, 131)
+"""The exit codes after SIGINT, for which Typer prints nothing, after SIGTERM, SIGHUP and SIGQUIT."""
 
 
 @app.callback()
@@ -104,14 +104,22 @@ def study_run(
     ] = False,
     log_to: LogTo = None,
     backup_every: BackupEvery = None,
+    supervised: Annotated[
+        bool, typer.Option("--supervise", help="Start the driver again if it dies, up to 5 times an hour.")
+    ] = False,
     as_json: AsJson = False,
     progress_form: Progress = "text",
 ) -> None:
     """Run a study, or go on with one; print its report.
 
     Exit 1 if a trial failed or is missing, or the database's file was deleted meanwhile; 2 if a rule fails its checks
-    or another driver runs the study; 130 or 143 after SIGINT or SIGTERM.
+    or another driver runs the study; 130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
+    if supervised:
+        from deltalab.cli.supervisor import supervise
+
+        code = supervise([word for word in sys.argv[1:] if word != "--supervise"])
+        os._exit(code)  # The driver has printed all that there is to say, also of an end by a signal.
     from deltalab.study.running.run import run_study_file
 
     result = run_study_file(
@@ -348,8 +356,8 @@ app.command("eval")(evaluate)
 def main() -> None:
     """Runs the command and exits.
 
-    The exit code is 0 if the command is done, 1 if a trial or a check failed, 2 if the input was wrong, and 130, 143 or
-    129 after SIGINT, SIGTERM or SIGHUP.
+    The exit code is 0 if the command is done, 1 if a trial or a check failed, 2 if the input was wrong, and 130, 143,
+    129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
     code = _run()
     try:

@@ -65,7 +65,8 @@ class Process:
         if code is None:
             return "running"
         self.ended = self.ended or time.monotonic()
-        codes: dict[int, State] = {0: "done", 1: "failed", 2: "refused", 129: "stopped", 130: "stopped", 143: "stopped"}
+        codes: dict[int, State] = {0: "done", 1: "failed", 2: "refused"}
+        codes |= dict.fromkeys((129, 130, 131, 143), "stopped")
         return "stopped" if self.stopped and code else codes.get(code, "lost")
 
     async def wait(self, seconds: float) -> None:

@@ -19,6 +19,7 @@ from deltalab.errors import InputError
 from deltalab.store import Busy, Heartbeat, Store, TakenOver, drivers, process
 from deltalab.store.models import Driver
 from deltalab.store.process import Process
+from deltalab.study.running import signals
 from deltalab.study.running.run import run_study_file
 
 
@@ -213,6 +214,15 @@ def test_the_first_signal_ends_a_driver_in_order_and_a_second_one_at_once() -> N
     for second, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         at_once = stop(signal.SIGINT, second, ends=False)
         assert (at_once.returncode, at_once.stderr) == (code, b"")
+
+
+def test_a_driver_under_nohup_goes_on_when_the_terminal_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    handled = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(number))
+    with signals.in_order():
+        assert signal.SIGHUP not in handled
+        assert signal.SIGQUIT in handled
 
 
 def ray_like(folder: Path, name: str) -> subprocess.Popen[bytes]:

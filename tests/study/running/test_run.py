@@ -406,7 +406,9 @@ def test_two_drivers_of_one_study_would_do_it_twice(lab: Path, monkeypatch: pyte
     assert_ledger_is_of(lab / "deltalab.db", planned(file))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+)
 def test_a_signal_ends_the_study_in_order_and_says_how_to_go_on(
     lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
@@ -424,7 +426,7 @@ def test_a_signal_ends_the_study_in_order_and_says_how_to_go_on(
         main()
     assert ended.value.code == code
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted: the same command goes on from here"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert {signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)} == {signal.SIG_DFL}
     with Store.open(lab / "deltalab.db") as store:
         study = store.study("s")
         assert study.state == "interrupted"

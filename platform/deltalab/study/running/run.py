@@ -176,7 +176,7 @@ def run_study_file(
         LedgerGone: The ledger's file was deleted, moved or replaced meanwhile. The message names the file that has all
             that it held.
         KeyboardInterrupt: The process got SIGINT, in the main thread. A second signal ends the process at once.
-        SystemExit: The process got SIGTERM, in the main thread; the code is 143.
+        SystemExit: The process got SIGTERM, SIGHUP or SIGQUIT, in the main thread; the code is 143, 129 or 131.
     """
     plan = plan_study(study_file, profile=profile, overrides=overrides)
     settings = RunSettings(
