@@ -277,7 +277,9 @@ class ModelSpec:
             object.__setattr__(self, "beside", _beside(self.beside, name))
             self.second()
         if not isinstance(self.layers, int):
-            for layer in range(self.depth):
+            # The first layer has no value residual, so that its kind is checked again where another layer has it.
+            kinds = {(repr(entry), layer > 0): layer for layer, entry in reversed([*enumerate(self.layers)])}
+            for layer in sorted(kinds.values()):
                 self.at(layer)
         self._check_values()
 
