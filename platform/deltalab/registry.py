@@ -16,6 +16,7 @@ import re
 import select
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -296,7 +297,10 @@ def _imported(package: str, name: str) -> ModuleType:
         spec = importlib.util.find_spec(package.partition(".")[0])
         origin = spec.origin if spec is not None else None
     file = Path(origin or "").resolve()
-    if file.is_file() and any(file.is_relative_to(Path(folder).resolve()) for folder in [os.getcwd(), *_beside]):
+    # Installed packages may lie below the working folder, as those of a checkout's .venv do.
+    installed = any(file.is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib"))
+    beside = any(file.is_relative_to(Path(folder).resolve()) for folder in [os.getcwd(), *_beside])
+    if file.is_file() and beside and not installed:
         trust.require(file, f"module '{name}' runs it")
     try:
         with _import_guard(), _searching([os.getcwd(), *_beside]):
