@@ -10,7 +10,7 @@ figures are:
 - operations: ms of each operation of a running study (the median of 50), with 1,000, 10,000 and 100,000 trials in the
   ledger.
 - report: seconds from the database to the JSON in a running process (the median of 3), and of the whole command.
-  `seconds without the ledger` is the time of `platform version`, which is that of Python and its imports.
+  `seconds without the ledger` is the time of `deltalab version`, which is that of Python and its imports.
 - import, export, vacuum: seconds of these commands on the whole ledger.
 
 CPU times are those of this process. Wall times also depend on the other work of the machine.

@@ -1,6 +1,6 @@
 """Measures which proxy task at which size orders rules as real text at 16 times its compute does.
 
-    platform study run transfer --profile gpu                        # first: the ladder of all tasks
+    deltalab study run transfer --profile gpu                        # first: the ladder of all tasks
     python benchmarks/order.py --study transfer:gpu --out order.json # Kendall's tau of each task and size
     python benchmarks/order.py --study transfer:gpu --page docs/transfer.md
     python benchmarks/order.py --recorded order.json --page docs/transfer.md  # again, without the ledger

@@ -9,7 +9,7 @@
 Models (--model, repeatable):
 
 - ours:RULE: a deltalab `Model` with any rule; ours:transformer is softmax attention (SDPA) with RoPE and SwiGLU.
-- export:FOLDER: a folder of `platform export`, loaded by transformers without deltalab.
+- export:FOLDER: a folder of `deltalab export`, loaded by transformers without deltalab.
 - fla:comba, fla:gated_deltanet: models of flash-linear-attention with the same sizes and its chunked linear
   cross-entropy.
 

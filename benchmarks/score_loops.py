@@ -1,4 +1,4 @@
-"""Simulates loops of proposals that `platform score` judges, and the same loops under other rules.
+"""Simulates loops of proposals that `deltalab score` judges, and the same loops under other rules.
 
     python benchmarks/score_loops.py --out benchmarks/score_loops.json       # about 2 minutes of one core
 
@@ -78,7 +78,7 @@ class Loop:
 
 
 def staged(loop: Loop, seeds: int) -> Iterator[bool]:
-    """Judges as `platform score` does. Yields whether each proposal is kept."""
+    """Judges as `deltalab score` does. Yields whether each proposal is kept."""
     confirmation = 0
     for proposal in range(PROPOSALS):
         if not design.is_promising(loop.differences(proposal, 0, seeds)):

@@ -53,7 +53,7 @@ def copied(source: str, to: str) -> str:
 def command_line() -> str:
     """The page of all commands with their options, from the help texts."""
     command = typer.main.get_command(app)
-    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="platform", title="The command `platform`")
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="deltalab", title="The command `deltalab`")
     text = text.replace("][", "]\\[")  # Two optional words in a row are no link.
     return text.replace("```console\n$ ", "```text\n")
 
@@ -64,7 +64,7 @@ def study_schema() -> str:
     lines = [
         "# Schema of a study file",
         "",
-        "Made from the models that read a study. `platform study schema` prints the JSON schema, for editors.",
+        "Made from the models that read a study. `deltalab study schema` prints the JSON schema, for editors.",
         "[Study files](study.md) explains the keys.",
     ]
     for name, section in {"A study": study, **study["$defs"]}.items():

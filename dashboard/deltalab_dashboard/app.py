@@ -1,4 +1,4 @@
-"""The script that `platform dashboard` starts: it opens the ledger, offers its studies, and runs the page."""
+"""The script that `deltalab dashboard` starts: it opens the ledger, offers its studies, and runs the page."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -59,7 +59,7 @@ NOTHING_YET = """
 A study is one YAML file. Run one, and it appears here while it runs:
 
 ```bash
-platform study run studies/quickstart.yaml
+deltalab study run studies/quickstart.yaml
 ```
 """
 # The session's key for the label that this session last wrote into the address. If the address holds another label, the

@@ -18,7 +18,7 @@ DATABASE = "DELTALAB_DB"
 The database is not a command-line argument, since `ps` shows arguments to everybody and a URL may hold a password.
 """
 PLUGINS = "DELTALAB_PLUGINS"
-"""The environment variable that lists the plugin files of `platform --plugin FILE dashboard`, separated as in PATH."""
+"""The environment variable that lists the plugin files of `deltalab --plugin FILE dashboard`, separated as in PATH."""
 STUDY = "study"
 """The key of the chosen study, both in the session and in the address.
 

@@ -68,7 +68,7 @@ def served(db: str | Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(Path(sysconfig.get_path("scripts")) / "platform"), "dashboard", "--port", str(port), "--no-browser"]
+    command = [str(Path(sysconfig.get_path("scripts")) / "deltalab"), "dashboard", "--port", str(port), "--no-browser"]
     server = subprocess.Popen(command, env={**os.environ, DATABASE: str(db)})
     try:
         until = time.monotonic() + PATIENCE_SECONDS

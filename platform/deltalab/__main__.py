@@ -1,4 +1,4 @@
-"""`python -m deltalab` is the command `platform`."""
+"""`python -m deltalab` is the command `deltalab`."""
 
 from deltalab.cli.app import main
 

@@ -482,7 +482,7 @@ def _files() -> list[Path]:
         folder, names = found[0].parent, ", ".join(file.name for file in found[:5])
         _broken.append(
             f"{folder}: not run: {names}{' and more' if found[5:] else ''}: the folder is not trusted; read these "
-            f"files, then `platform trust {folder}` lets them run"
+            f"files, then `deltalab trust {folder}` lets them run"
         )
         found = []
     return [*found, *_named_files]

@@ -68,7 +68,7 @@ def require(file: Path, why: str) -> None:
     """
     if not is_trusted(file.parent):
         raise InputError(
-            f"{file}: {why}, and its folder is not trusted: read it, then `platform trust {file.parent}` lets it run"
+            f"{file}: {why}, and its folder is not trusted: read it, then `deltalab trust {file.parent}` lets it run"
         )
 
 

@@ -123,7 +123,7 @@ def test_a_wrong_module_is_one_line(words: list[str], message: str) -> None:
 @pytest.mark.parametrize("name", ["own.py:Taps", "torch.nn.Linear"])
 def test_a_module_is_no_rule(command: str, name: str) -> None:
     run = CliRunner().invoke(app, ["rule", command, name])
-    assert f"platform module check {name}" in str(run.exception)
+    assert f"deltalab module check {name}" in str(run.exception)
 
 
 def test_a_module_has_no_card() -> None:

@@ -265,7 +265,7 @@ seeds: 2
 @pytest.mark.slow
 def test_a_new_task_passes_its_checks_and_stands_in_a_study(platform: Callable[..., Any], here: Path) -> None:
     code, out, _ = platform("task", "new", "my_copy")
-    assert (code, out) == (0, "plugins/my_copy.py: change it, then: platform task check plugins/my_copy.py\n")
+    assert (code, out) == (0, "plugins/my_copy.py: change it, then: deltalab task check plugins/my_copy.py\n")
     for words in (("my_copy",), ("plugins/my_copy.py",), ("my_copy", "tokens=20", "vocab_size=9")):
         code, out, _ = platform("task", "check", *words, "--json")
         found = json.loads(out)

@@ -82,7 +82,7 @@ def test_a_study_refuses_a_rule_that_fails_its_checks(platform: Callable[..., An
     assert (code, out) == (2, "")
     line = err.splitlines()[-1]
     assert line.startswith(f"error: rule 'mine' ({file}) fails ")
-    assert "`platform rule check mine` says more" in line
+    assert "`deltalab rule check mine` says more" in line
     assert not (here / "deltalab.db").exists()
 
 
@@ -163,7 +163,7 @@ def test_a_quick_check_is_no_verdict(platform: Callable[..., Any], checks: list[
 
 def test_a_plan_names_what_is_not_checked(platform: Callable[..., Any], checks: list[str]) -> None:
     plan = ("study", "plan", "study.yaml", "--json")
-    assert "not checked yet: mine; `platform study run` checks it first" in json.loads(platform(*plan)[1])["notes"]
+    assert "not checked yet: mine; `deltalab study run` checks it first" in json.loads(platform(*plan)[1])["notes"]
     platform("rule", "check", "mine")
     assert not [note for note in json.loads(platform(*plan)[1])["notes"] if "check" in note]
     assert checks == ["mine"]

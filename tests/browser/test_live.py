@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: what a stranger sees after `platform dashboard`."""
+"""The dashboard in a real browser: what a stranger sees after `deltalab dashboard`."""
 
 from collections.abc import Iterator
 from pathlib import Path

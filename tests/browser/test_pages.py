@@ -1,4 +1,4 @@
-"""Every page of every kind of study, in a browser, from the server that `platform dashboard` starts."""
+"""Every page of every kind of study, in a browser, from the server that `deltalab dashboard` starts."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,8 @@
-"""`platform doctor` says what works here, and what to do about the rest."""
+"""`deltalab doctor` says what works here, and what to do about the rest."""
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,18 @@ def test_a_machine_without_a_ledger_lacks_nothing_that_studies_need(tmp_path: Pa
     assert done.exit_code == 0, done.stdout
     assert found["database"]["state"] == "absent"
     assert not (tmp_path / "none.db").exists()
-    assert {"deltalab", "torch", "ray", "gpu", "kernels", "plugins", "space", "[train]", "[postgres]"} <= found.keys()
+    assert {
+        "deltalab",
+        "command platform",
+        "torch",
+        "ray",
+        "gpu",
+        "kernels",
+        "plugins",
+        "space",
+        "[train]",
+        "[postgres]",
+    } <= found.keys()
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -36,6 +48,28 @@ def test_a_file_that_is_no_ledger_is_broken(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "BROKEN" in done.stdout
     assert file.read_text() == "milk, bread"
+
+
+def test_a_command_of_another_program_is_told_from_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = "from deltalab.cli.app import main\n"
+    scripts = {
+        "another": "#!/bin/sh\nexec client\n",
+        "ours": f"#!{sys.executable}\n{ours}",
+        "elsewhere": f"#!/other/bin/python\n{ours}",
+    }
+    found = {}
+    for name, text in scripts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "platform").write_text(text)
+        (tmp_path / name / "platform").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / name))
+        found[name] = machine._command("platform")
+    assert (found["ours"].state, found["ours"].found) == ("works", str(tmp_path / "ours" / "platform"))
+    path = tmp_path / "another" / "platform"
+    mend = "type deltalab in its place"
+    assert found["another"] == Finding("command platform", "absent", f"{path} is another program", mend)
+    assert "another installation" in found["elsewhere"].found
+    assert machine._command("deltalab").found == "not on the PATH"
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +93,7 @@ def test_a_gpu_beside_a_torch_for_cpus_is_broken(monkeypatch: pytest.MonkeyPatch
 def test_a_ray_that_does_not_start_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "RAY", "import sys; sys.exit('no socket')")
     assert machine._ray() == Finding(
-        "ray starts", "broken", "no socket", "platform study run --executor inline runs studies without Ray"
+        "ray starts", "broken", "no socket", "deltalab study run --executor inline runs studies without Ray"
     )
 
     def late(*command: str, **_: object) -> None:

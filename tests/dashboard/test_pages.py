@@ -152,7 +152,7 @@ def test_a_rule_whose_file_is_not_given_shows_the_source_that_the_ledger_recorde
     assert [code.value for code in app.code] == [plugin.read_text().strip()]
     assert digest(plugin) in texts(app)
     assert "No card: unknown rule 'invented'" in texts(app)
-    assert "platform --plugin FILE dashboard" in texts(app)
+    assert "deltalab --plugin FILE dashboard" in texts(app)
 
 
 def test_a_rule_whose_file_is_given_has_its_card(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +315,8 @@ SAID = {
         "arms.py": ["Only the settings in which an arm differs"],
         "rule.py": ["gate_is_0, normal_is_0", "gate_is_19, normal_is_19"],
     },
-    "empty": {page: ["No studies yet", "platform study run"] for page in PAGES if page not in WITHOUT_STUDIES}
-    | {"studies.py": ["0 of 0 studies"], "trainings.py": ["platform train"]},
+    "empty": {page: ["No studies yet", "deltalab study run"] for page in PAGES if page not in WITHOUT_STUDIES}
+    | {"studies.py": ["0 of 0 studies"], "trainings.py": ["deltalab train"]},
 }
 
 

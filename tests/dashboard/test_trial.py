@@ -147,10 +147,10 @@ def test_a_file_that_is_gone_or_changed_says_so(kept: Path) -> None:
 
 def test_a_trial_has_the_commands_that_export_it_and_run_its_study(kept: Path, tmp_path: Path) -> None:
     export, again = (code.value for code in open_page("trial.py", study="1 one", trial="1 no_").code[:2])
-    assert export == f"platform export one exported --arm 'no_*d*' --task mqar --db {tmp_path}/lab.db"
-    assert again == "platform --db 'postgresql://me:***@h/l'", "as it was typed, without the password"
+    assert export == f"deltalab export one exported --arm 'no_*d*' --task mqar --db {tmp_path}/lab.db"
+    assert again == "deltalab --db 'postgresql://me:***@h/l'", "as it was typed, without the password"
     export, _ = (code.value for code in open_page("trial.py", study="2 two", trial="1 no_").code[:2])
-    assert export == f"platform export two exported --arm late --task mqar --db {tmp_path}/lab.db"
+    assert export == f"deltalab export two exported --arm late --task mqar --db {tmp_path}/lab.db"
 
 
 def test_a_trial_of_another_study_says_whose_it_is(store: Store, kept: Path) -> None:

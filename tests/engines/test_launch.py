@@ -188,7 +188,7 @@ def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
     [
         ({"folder": "nothing"}, "nothing: no such folder"),
         ({"folder": "packed"}, "packed: not an exported folder: it has no recipe.yaml"),
-        ({"folder": "fla"}, "not a model of deltalab; a checkpoint of FLA becomes such by `platform export .*/fla DIR"),
+        ({"folder": "fla"}, "not a model of deltalab; a checkpoint of FLA becomes such by `deltalab export .*/fla DIR"),
         ({"folder": "plain"}, "has no files for torchtitan: export it with --to torchtitan"),
         ({"engine": "titan"}, "--engine: unknown engine 'titan'; did you mean 'torchtitan'"),
         ({"gpus": 64}, "--gpus 64: this machine has 0"),
@@ -301,7 +301,7 @@ def test_a_run_in_place_of_an_exported_folder_is_named_as_such(lab: Path, tmp_pa
     run = begun(lab, tmp_path / "run", trained=8)
     shutil.copy(lab / "model/recipe.yaml", run)
     with pytest.raises(
-        InputError, match=f"run: is a run, .*; `platform train {lab}/model --out {run}` with the options"
+        InputError, match=f"run: is a run, .*; `deltalab train {lab}/model --out {run}` with the options"
     ):
         launch.prepare(run, lab / "packed", gpus=0)
 

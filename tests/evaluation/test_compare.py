@@ -133,7 +133,7 @@ def test_wrong_models_are_one_line_before_any_is_measured(
 
     (tmp_path / "empty").mkdir()
     refused(models[0], models[0], saying="is named 2 times; name two models to compare them")
-    refused(models[0], tmp_path / "empty", saying="neither a folder of `platform export` nor a run")
+    refused(models[0], tmp_path / "empty", saying="neither a folder of `deltalab export` nor a run")
     refused(models[0], "nowhere", saying="nowhere: no such folder")
     forbid(monkeypatch, "loss")
     for name in (models[:1], models[:2]):

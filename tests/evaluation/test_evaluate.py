@@ -423,7 +423,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     source = Source(MODEL, None, paper_recipe(MODEL), {}, {}, "bytes")
     export(source, tmp_path / "untrained")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", saying="neither a folder of `platform export` nor a run of `platform train`")
+    refused(tmp_path / "empty", saying="neither a folder of `deltalab export` nor a run of `deltalab train`")
     refused(tmp_path / "untrained", saying="is exported without weights: train it first")
     refused(bare, saying="bare: none of our tasks can be asked of it: loss: it needs packed data: give --data PACKED; ")
     refused(bare, "--tasks", "needle", saying="has no tokenizer: export it with --tokenizer")

@@ -297,7 +297,7 @@ def test_a_run_gives_the_recipe_that_it_trained_by(tmp_path):
     assert found["batch"] == {"sequences": 8, "length": 16, "documents": "reset"}
     assert (found["steps"], found["optimizer"]["lr"], found["schedule"]["warmup_steps"]) == (100, 1e-3, 10)
     assert "checkpoint" not in found, "its defaults follow the number of steps"
-    run = {"from": "platform train, run run"}
+    run = {"from": "deltalab train, run run"}
     assert found["origin"]["lr"] == {**run, "was": 4e-3}
     assert found["origin"]["batch.length"] == {**run, "was": 24}
     assert found["origin"]["steps"] == {**run, "was": 200}
@@ -426,7 +426,7 @@ def test_a_folder_that_is_no_export_is_named(tmp_path):
     with pytest.raises(InputError, match=r"config\.json: not JSON"):
         from_folder(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="neither an exported folder, a run of platform train"):
+    with pytest.raises(InputError, match="neither an exported folder, a run of deltalab train"):
         from_folder(tmp_path / "empty")
     with pytest.raises(InputError, match=r"not an exported folder: it has no recipe\.yaml"):
         rebuild(tmp_path / "empty")

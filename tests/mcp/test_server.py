@@ -186,7 +186,7 @@ def test_tasks_stop_when_the_client_hangs_up(folder: Path) -> None:
             return str(told["command"])
 
     words = asyncio.run(whole())
-    assert words.startswith("platform study run")
+    assert words.startswith("deltalab study run")
     asyncio.run(until(lambda: not running(folder)))
 
 

@@ -55,7 +55,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(block: Block) -> list[list[str]]:
-    return [shlex.split(line, comments=True) for line in block.code.splitlines() if line.startswith("platform ")]
+    return [shlex.split(line, comments=True) for line in block.code.splitlines() if line.startswith("deltalab ")]
 
 
 def small(study: str) -> str:
@@ -116,7 +116,7 @@ def test_what_other_pages_show_runs(page, folder, monkeypatch):
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=shown)
 def test_every_bash_block_is_made_of_commands_that_are_run(page):
     lines = [line for block in blocks(page) if block.language == "bash" for line in block.code.splitlines()]
-    assert [line for line in lines if not line.startswith("platform ")] == [], "what is not run belongs into `sh`"
+    assert [line for line in lines if not line.startswith("deltalab ")] == [], "what is not run belongs into `sh`"
 
 
 SHOWN = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml"]

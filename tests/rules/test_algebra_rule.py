@@ -413,7 +413,7 @@ class TestFromSearch:
         assert json.loads(ended.output) == {"name": "winner", "file": str(tmp_path / "json.py")}
         ended = self.command(db, *words, str(file))
         assert ended.exit_code == 0, ended.output
-        assert f"platform rule check {file}" in ended.output
+        assert f"deltalab rule check {file}" in ended.output
         text = file.read_text()
         assert "Found by the search of study tiny_algebra" in text
         assert "{" not in text.split('"""')[1], "a commit is a word"

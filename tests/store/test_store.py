@@ -402,7 +402,7 @@ def test_every_released_schema_is_migrated_with_its_rows(url: str, old: str) -> 
     engine.dispose()
     before = dump(url)
     assert sum(map(len, before[2])) > 100
-    with pytest.raises(InputError, match=f"revision '{old}' is old; run `platform db upgrade` first"):
+    with pytest.raises(InputError, match=f"revision '{old}' is old; run `deltalab db upgrade` first"):
         Store.open(url)
     Store.upgrade(url)
     after = dump(url)
@@ -450,7 +450,7 @@ def test_an_older_database_asks_for_upgrade_and_keeps_its_rows(
         "        batch.add_column(sa.Column('note', sa.String()))\n"
     )
     monkeypatch.setattr(database, "MIGRATIONS", scripts)
-    with pytest.raises(InputError, match=f"revision '{REVISIONS[-1]}' is old; run `platform db upgrade` first"):
+    with pytest.raises(InputError, match=f"revision '{REVISIONS[-1]}' is old; run `deltalab db upgrade` first"):
         Store.open(url)
     Store.upgrade(url)
     Store.upgrade(url)
@@ -480,7 +480,7 @@ def test_a_ledger_of_each_earlier_revision_is_brought_up_with_its_studies(
                     "VALUES ('study', 'study', '{}', 'running', '2026-01-01 00:00:00', '{}')"
                 )
             )
-    with pytest.raises(InputError, match="revision '0002' is old; run `platform db upgrade` first"):
+    with pytest.raises(InputError, match="revision '0002' is old; run `deltalab db upgrade` first"):
         Store.open(url)
     Store.upgrade(url)
     with Store.open(url) as upgraded:

@@ -122,7 +122,7 @@ def test_what_is_no_run_is_one_line(store: Store, tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
         assert trainings(store) == []
 
-    refused(r"run: is no run of `platform train`: run\.json: No such file")
+    refused(r"run: is no run of `deltalab train`: run\.json: No such file")
     run_folder(tmp_path / "run", recipe={})
     refused(r"run\.json: is not that of a run: KeyError: 'batch'")
     run_folder(tmp_path / "run")
@@ -219,7 +219,7 @@ def test_a_ledger_of_the_first_revision_is_upgraded_and_keeps_its_rows(tmp_path:
         command.downgrade(config, "0001")
         assert connection.execute(text("SELECT name FROM sqlite_master WHERE name LIKE 'training%'")).all() == []
     engine.dispose()
-    with pytest.raises(InputError, match="revision '0001' is old; run `platform db upgrade` first"):
+    with pytest.raises(InputError, match="revision '0001' is old; run `deltalab db upgrade` first"):
         Store.open(file)
     Store.upgrade(file)
     with Store.open(file) as store:
@@ -243,7 +243,7 @@ def test_runs_of_another_machine_are_imported_by_a_command(
     assert [row.name for row in trainings(store)] == ["a", "b"]
     capsys.readouterr()
     assert platform("db", "import", tmp_path, "--db", tmp_path / "lab.db") == 2
-    assert "is no run of `platform train`" in capsys.readouterr().err
+    assert "is no run of `deltalab train`" in capsys.readouterr().err
 
 
 def shown(**query: str) -> AppTest:
@@ -277,7 +277,7 @@ def test_the_page_draws_the_chosen_studys_trainings_and_others_when_asked(store:
 
 
 def test_the_page_shows_trainings_of_a_ledger_without_studies(store: Store, tmp_path: Path) -> None:
-    assert any("platform db import" in element.value for element in shown().markdown)
+    assert any("deltalab db import" in element.value for element in shown().markdown)
     record(store, run_folder(tmp_path / "run", "r1"))
     record(store, run_folder(tmp_path / "more" / "run", "r2", steps=1))
     assert list(shown().table[0].value["training"]) == ["no\\_d, run r1", "no\\_d, run r2"]

@@ -376,7 +376,7 @@ class Watched:
         return answer
 
     def plan(self, text: bytes) -> Answer:
-        """The answer of `platform study plan` to a file."""
+        """The answer of `deltalab study plan` to a file."""
         file = self.folder / "hostile.yaml"
         file.write_bytes(text)
         return self.ask("study", "plan", file.name)

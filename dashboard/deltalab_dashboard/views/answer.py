@@ -171,7 +171,7 @@ def next_command(study: Study, report: Report) -> str:
     if needed and not any(row.verdict == "better" for row in rows):
         return f"{again(study, report)} seeds={min(needed)}"
     name = f"{study.name}:{study.profile}" if study.profile else study.name
-    return f"platform export {quote(name)} model --best"
+    return f"deltalab export {quote(name)} model --best"
 
 
 def again(study: Study, report: Report) -> str:
@@ -181,7 +181,7 @@ def again(study: Study, report: Report) -> str:
     words = [study.name if file.startswith("-") else file, *(["--profile", study.profile] if study.profile else [])]
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in report.overrides.items()}
     words += [f"{key}={text}" for key, text in texts.items()]
-    return " ".join(["platform study run", *map(quote, words)])
+    return " ".join(["deltalab study run", *map(quote, words)])
 
 
 def ladder_section(ladder: TaskLadder, study: str) -> None:
@@ -233,7 +233,7 @@ def ladder_section(ladder: TaskLadder, study: str) -> None:
 
 
 def report_files(store: Store, study: Study, stage: Stage) -> None:
-    """Draws buttons that download the report in the formats that `platform study report` writes.
+    """Draws buttons that download the report in the formats that `deltalab study report` writes.
 
     A file has the importances of a search, which this page does not show. They are found when somebody downloads it.
     """

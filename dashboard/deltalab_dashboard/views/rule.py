@@ -46,7 +46,7 @@ def draw_card(version: RuleVersion) -> None:
     except InputError as error:
         st.info(plain(f"No card: {error}"))
         st.markdown(
-            "`platform --plugin FILE dashboard` shows the card of a rule in a file. Below is the recorded source."
+            "`deltalab --plugin FILE dashboard` shows the card of a rule in a file. Below is the recorded source."
         )
         draw_source(version)
         return

@@ -252,7 +252,7 @@ def optuna_commands(study: Study) -> None:
     file = f"{study.name}.optuna.db"
     st.code(
         "pip install optuna-dashboard\n"
-        f"platform study export-optuna {shlex.quote(study.address)} {shlex.quote(file)}\n"
+        f"deltalab study export-optuna {shlex.quote(study.address)} {shlex.quote(file)}\n"
         f"optuna-dashboard {shlex.quote(f'sqlite:///{file}')}",
         language="bash",
     )

@@ -145,8 +145,8 @@ def listed_study(store: Store, row: ListedStudy) -> None:
             with st.popover("Delete", icon=":material/delete:", disabled=row.state == "running"):
                 st.markdown(
                     plain(f"Delete {row.address}, id {row.id}: {shelf.contents(store, row.id)}?")
-                    + f"\n\nIt can be restored here, or with `platform study restore {row.id}`, until "
-                    "`platform db vacuum` removes it for good."
+                    + f"\n\nIt can be restored here, or with `deltalab study restore {row.id}`, until "
+                    "`deltalab db vacuum` removes it for good."
                 )
                 given = st.text_input("Token", type="password") if sign_in.has_token() else None
                 if st.button("Delete this study", type="primary"):

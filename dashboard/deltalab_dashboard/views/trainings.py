@@ -26,11 +26,11 @@ NOTHING_YET = """
 A training of an exported folder appears here while it runs:
 
 ```bash
-platform export STUDY exported --arm ARM --to torchtitan --scale 340M
-platform train exported --data PACKED --db deltalab.db
+deltalab export STUDY exported --arm ARM --to torchtitan --scale 340M
+deltalab train exported --data PACKED --db deltalab.db
 ```
 
-`platform db import RUN` records one that ran on another machine.
+`deltalab db import RUN` records one that ran on another machine.
 """
 
 

@@ -284,7 +284,7 @@ def commands(store: Store, details: TrialDetails, home: Holder, study: Study) ->
     latest = store.study(study.name, study.profile).id == study.id
     several = len(recorded_tasks(study)) > 1
     export = [
-        "platform", "export", study.address if latest else str(study.id), "exported", "--arm", home.arm,
+        "deltalab", "export", study.address if latest else str(study.id), "exported", "--arm", home.arm,
         *(["--task", details.trial.task] if several else []), *file,
     ]  # fmt: skip
     st.caption("Export the arm: its best candidate with its best seed, both by validation, for training at scale.")
@@ -298,9 +298,9 @@ def commands(store: Store, details: TrialDetails, home: Holder, study: Study) ->
 def run_command(study: Study) -> list[str]:
     """Returns the command that ran the study. If Python code ran the study, returns a command that would run it."""
     words = [without_password(word) for word in study.provenance.get("command") or []]
-    if words[1:] and Path(words[0]).name in ("platform", "__main__.py", "cli.py", "app.py"):
-        return ["platform", *words[1:]]
-    return ["platform", "study", "run", study.name, *(["--profile", study.profile] if study.profile else [])]
+    if words[1:] and Path(words[0]).name in ("deltalab", "platform", "__main__.py", "cli.py", "app.py"):
+        return ["deltalab", *words[1:]]
+    return ["deltalab", "study", "run", study.name, *(["--profile", study.profile] if study.profile else [])]
 
 
 def rule(details: TrialDetails) -> None:

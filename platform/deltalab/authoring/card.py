@@ -226,7 +226,7 @@ def card(rule: str | UpdateRule) -> Card:
     if isinstance(rule, str):
         rule = get_rule(rule)
     if isinstance(rule, OwnModule):
-        raise InputError(f"'{rule.name}' is a module, which declares no card: platform module check {rule.name}")
+        raise InputError(f"'{rule.name}' is a module, which declares no card: deltalab module check {rule.name}")
     elements = cache(partial(_state, rule))
     equation, _, notes = _doc(type(rule)).partition("\n\n")
     return Card(

@@ -24,7 +24,7 @@ LONGEST = max(LENGTHS)
 PLACES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 199)
 """Tokens that are changed, for causality."""
 OPTIONS = {"d_model": 64, "heads": 2}
-"""The settings of the model in which `platform module check` tries a module, unless the caller gives others."""
+"""The settings of the model in which `deltalab module check` tries a module, unless the caller gives others."""
 
 
 class Subject(NamedTuple):
@@ -393,7 +393,7 @@ def demand_modules(specs: list[ModelSpec]) -> None:
         if failed:
             wrong.append(
                 f"module '{rule.name}' fails the check '{failed[0].name}': {failed[0].message}; "
-                f"`platform module check {rule.name}` says more, --unchecked runs the study all the same"
+                f"`deltalab module check {rule.name}` says more, --unchecked runs the study all the same"
             )
     if wrong:
         raise WrongRules(wrong)

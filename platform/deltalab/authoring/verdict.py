@@ -118,7 +118,7 @@ def demand(rules: Sequence[str], *, quiet: bool = False) -> None:
             further = f", and {others} other check{'s' * (others > 1)}" if (others := len(verdict.failed) - 1) else ""
             wrong.append(
                 f"rule '{rule}' ({rule_plugin(rule).file}) fails the check '{check}'{further}: {message}; "
-                f"`platform rule check {rule}` says more, --unchecked runs the study all the same"
+                f"`deltalab rule check {rule}` says more, --unchecked runs the study all the same"
             )
     if wrong:
         raise WrongRules(wrong)

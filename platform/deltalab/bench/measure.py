@@ -322,7 +322,7 @@ def bench(
     against: str | None = None,
     out: Path | None = None,
 ) -> Results:
-    """Times one rule as `platform rule bench` does, with options as they are typed there.
+    """Times one rule as `deltalab rule bench` does, with options as they are typed there.
 
     Args:
         rule: The rule with its settings.

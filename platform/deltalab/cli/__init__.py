@@ -1,1 +1,1 @@
-"""The command `platform`, a module for each group of its commands."""
+"""The command `deltalab`, a module for each group of its commands."""

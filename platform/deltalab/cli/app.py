@@ -1,4 +1,4 @@
-"""The command `platform`. A wrong input of the user is reported as one line on stderr."""
+"""The command `deltalab`. A wrong input of the user is reported as one line on stderr."""
 
 import json
 import math
@@ -282,7 +282,7 @@ def study_calibrate(
                 study_id = find_study(store, study_name, profile, settings).id
                 rates = calibration.simulated(store, study_id, repeats=repeats, quiet=False)
         except InputError as error:
-            raise InputError(f"{error}; run it first (platform study run {study_name}), or give --real") from None
+            raise InputError(f"{error}; run it first (deltalab study run {study_name}), or give --real") from None
     if as_json:
         print(json.dumps([asdict(row) for row in rates]))
     else:
@@ -314,7 +314,7 @@ def study_new(name: str, folder: Folder = Path("studies"), as_json: AsJson = Fal
     from deltalab.authoring.files.scaffold import new_study
 
     file = new_study(name, folder)
-    print_result(as_json, f"{file}: change it, then: platform study plan {file}", name=name, file=file)
+    print_result(as_json, f"{file}: change it, then: deltalab study plan {file}", name=name, file=file)
 
 
 @study.command("import")
@@ -339,7 +339,7 @@ def study_import(
         for note in imported.left_out:
             progress.note(f"not as in {tool}: {note}")
     tasks, arms = len(imported.tasks), len(imported.arms) + 1
-    text = f"{file}: {tasks} tasks, {arms} arms; then: platform study plan {file}"
+    text = f"{file}: {tasks} tasks, {arms} arms; then: deltalab study plan {file}"
     print_result(as_json, text, name=imported.name, file=file, tasks=tasks, arms=arms, left_out=list(imported.left_out))
 
 
@@ -372,8 +372,10 @@ def main() -> None:
 
 def _run() -> int:
     """Runs the command and returns its exit code."""
+    called = Path(sys.argv[0]).name
     try:
-        code = app(prog_name="platform", standalone_mode=False)
+        # The shell's completion asks by the name that it was installed for.
+        code = app(prog_name="platform" if called == "platform" else "deltalab", standalone_mode=False)
     except InputError as error:
         return _report(error)
     except (typer.Abort, KeyboardInterrupt):

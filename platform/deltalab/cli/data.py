@@ -1,4 +1,4 @@
-"""The commands `platform data`: pack text, train a tokenizer, show what a folder holds."""
+"""The commands `deltalab data`: pack text, train a tokenizer, show what a folder holds."""
 
 import json
 import math
@@ -142,7 +142,7 @@ def data_show(
         tokens = sum(shard["tokens"] for shard in shards)
         raise InputError(
             f"{folder}: is packed as far as {len(shards)} shards of {tokens:,} tokens; the same "
-            "`platform data pack` goes on"
+            "`deltalab data pack` goes on"
         )
     try:
         packed = Packed(folder)

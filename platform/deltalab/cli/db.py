@@ -1,4 +1,4 @@
-"""The commands `platform db ...`."""
+"""The commands `deltalab db ...`."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def db_backup(
 def db_import(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE|RUN...", help="Ledgers that `export` wrote; folders of runs of `platform train`."),
+        typer.Argument(metavar="FILE|RUN...", help="Ledgers that `export` wrote; folders of runs of `deltalab train`."),
     ],
     db: Db = None,
     as_json: AsJson = False,

@@ -1,4 +1,4 @@
-"""The command `platform doctor`."""
+"""The command `deltalab doctor`."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The command `platform eval`."""
+"""The command `deltalab eval`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="An exported folder, a run of platform train, one of its checkpoints, or a folder or Hub name of "
+            help="An exported folder, a run of deltalab train, one of its checkpoints, or a folder or Hub name of "
             "transformers. Further models are compared with the first.",
         ),
     ],
@@ -243,7 +243,7 @@ def _record(
                 return f"{summary}, also in the ledger"
             if add_evaluations(store, folder.training, [result.row() for result in results], comparisons):
                 return f"{summary}, also in the ledger"
-            return f"{summary}; the ledger has no training {folder.training}: `platform db import RUN` records it"
+            return f"{summary}; the ledger has no training {folder.training}: `deltalab db import RUN` records it"
     return summary
 
 

@@ -21,6 +21,9 @@ from deltalab.registry import get_rule, list_rules, list_tasks
 from deltalab.store import Store
 from deltalab.store.database import address, display_url
 
+COMMANDS = ("deltalab", "platform")
+"""The names of the command."""
+
 PACKAGES = ("torch", "ray", "optuna", "sqlalchemy", "streamlit")
 EXTRAS = {
     "train": ("torchtitan", "transformers", "accelerate"),
@@ -68,6 +71,7 @@ def examine(db: str | Path | None = None) -> Iterator[Finding]:
     """
     folder = Path(__file__).parent
     yield Finding("deltalab", "works", f"{version('deltalab')} in {folder}, Python {sys.version.split()[0]}")
+    yield from map(_command, COMMANDS)
     yield from map(_package, PACKAGES)
     yield _gpu()
     yield _kernels()
@@ -96,6 +100,23 @@ def kernel_error(device: str) -> float:
 
     pairs = zip(run("triton", torch.bfloat16), run("chunked", torch.float32), strict=True)
     return max(float((got.float() - want).norm() / want.norm()) for got, want in pairs)
+
+
+def _command(name: str) -> Finding:
+    """Says which program a shell runs by a name of the command. Another vendor has a `platform`, too."""
+    part, path = f"command {name}", shutil.which(name)
+    if path is None:
+        return Finding(part, "absent", "not on the PATH", f"{sys.executable} -m deltalab is the same")
+    with open(path, "rb") as program:
+        text = program.read(4096)
+    if b"deltalab.cli.app" not in text:
+        other = next(other for other in COMMANDS if other != name)
+        return Finding(part, "absent", f"{path} is another program", f"type {other} in its place")
+    beside = Path(path).resolve().parent.samefile(Path(sys.executable).parent)
+    if beside or os.fsencode(sys.executable) in text:
+        return Finding(part, "works", path)
+    mend = f"{sys.executable} -m deltalab runs this one"
+    return Finding(part, "absent", f"{path} is of another installation of deltalab", mend)
 
 
 def _package(name: str) -> Finding:
@@ -158,7 +179,7 @@ def _kernels() -> Finding:
 def _ray() -> Finding:
     """Tries to start Ray."""
     start = time.monotonic()
-    mend = "platform study run --executor inline runs studies without Ray"
+    mend = "deltalab study run --executor inline runs studies without Ray"
     try:
         process = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=RAY_SECONDS)
     except subprocess.TimeoutExpired:
@@ -174,7 +195,7 @@ def _database(db: str | Path | None) -> Finding:
     try:
         where = display_url(address(db))
         if not Store.exists(db):
-            return Finding("database", "absent", f"{where}: made by the first study", "platform study run quickstart")
+            return Finding("database", "absent", f"{where}: made by the first study", "deltalab study run quickstart")
         with Store.open(db, create=False) as store:
             return Finding("database", "works", f"{where}: {len(store.studies())} studies")
     except InputError as error:

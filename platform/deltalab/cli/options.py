@@ -137,7 +137,7 @@ def latest_study(store: Any) -> str:
     """
     ids = [study.id for study in store.studies()]
     if not ids:
-        raise InputError("the ledger has no study yet", mend="platform study run makes one")
+        raise InputError("the ledger has no study yet", mend="deltalab study run makes one")
     return str(max(ids))
 
 

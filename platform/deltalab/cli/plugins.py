@@ -1,4 +1,4 @@
-"""The commands `platform rule ...`, `platform module ...` and `platform task ...`."""
+"""The commands `deltalab rule ...`, `deltalab module ...` and `deltalab task ...`."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def rule_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")], as_json
             place = f" ({line})" if (line := author_line(error)) else ""
             raise InputError(
                 f"rule '{rule_name}'{place} does not run: {type(error).__name__}: {error}; "
-                f"`platform rule check {name}` says more"
+                f"`deltalab rule check {name}` says more"
             ) from error
         if as_json:
             print(rule_card.to_json())
@@ -152,7 +152,7 @@ def rule_new(
     from deltalab.authoring.files.scaffold import new_rule
 
     file = new_rule(name, folder, kernel=kernel)
-    print_result(as_json, f"{file}: change it, then: platform rule check {file}", name=name, file=file)
+    print_result(as_json, f"{file}: change it, then: deltalab rule check {file}", name=name, file=file)
 
 
 @rule.command("from-search")
@@ -171,7 +171,7 @@ def rule_from_search(
 
     with Store.open(db, create=False) as store:
         file = write(store, find_study(store, study_name, profile).id, arm=arm, name=name, out=out)
-    print_result(as_json, f"{file}: read its equation, then: platform rule check {file}", name=name, file=file)
+    print_result(as_json, f"{file}: read its equation, then: deltalab rule check {file}", name=name, file=file)
 
 
 @module.command("check")
@@ -191,11 +191,11 @@ def module_check(
 
     file, colon, _ = name.rpartition(":")
     trust.for_now(Path(file).parent if colon else Path.cwd())  # the user names the code in the command
-    mixer = as_rule({"module": name, "kwargs": read_pairs(kwargs or [])}, "platform module check")
+    mixer = as_rule({"module": name, "kwargs": read_pairs(kwargs or [])}, "deltalab module check")
     spec = ModelSpec.of({"vocab_size": 2, **OPTIONS, **read_pairs(model or []), "rule": mixer})
     own = spec.make_rule()
     if not isinstance(own, OwnModule):
-        raise InputError(f"'{name}' is a rule: platform rule check {name}")
+        raise InputError(f"'{name}' is a rule: deltalab rule check {name}")
     _print_checks({name: check_module(own, spec, forked=FORKED)}, "module", as_json)
 
 
@@ -284,7 +284,7 @@ def task_new(name: str, folder: Folder = Path("plugins"), as_json: AsJson = Fals
     from deltalab.authoring.files.scaffold import new_task
 
     file = new_task(name, folder)
-    print_result(as_json, f"{file}: change it, then: platform task check {file}", name=name, file=file)
+    print_result(as_json, f"{file}: change it, then: deltalab task check {file}", name=name, file=file)
 
 
 def _plugin_names(name: str, kind: type) -> list[str]:
@@ -294,7 +294,7 @@ def _plugin_names(name: str, kind: type) -> list[str]:
         from deltalab.registry import list_rules, list_tasks
 
         if is_path(name) and name not in [*list_rules(), *list_tasks()]:
-            raise InputError(f"'{name}' names a module, which is no {kind.__name__}: platform module check {name}")
+            raise InputError(f"'{name}' names a module, which is no {kind.__name__}: deltalab module check {name}")
         return [name]
     from deltalab.registry import add_plugin
 

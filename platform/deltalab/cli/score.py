@@ -1,4 +1,4 @@
-"""The command `platform score`, which programs ask about each rule that they propose."""
+"""The command `deltalab score`, which programs ask about each rule that they propose."""
 
 from pathlib import Path
 from typing import Annotated

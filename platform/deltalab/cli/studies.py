@@ -1,4 +1,4 @@
-"""The commands of `platform study` about a ledger's studies: list, diff, trace, tag, note, hide, delete, restore."""
+"""The commands of `deltalab study` about a ledger's studies: list, diff, trace, tag, note, hide, delete, restore."""
 
 import json
 import sys
@@ -107,7 +107,7 @@ def diff(
 ) -> None:
     """Show what differs between two studies: what they compute, their settings, and what they ran with.
 
-    `platform study diff A A --arm base --arm no_d` compares two arms of one study.
+    `deltalab study diff A A --arm base --arm no_d` compares two arms of one study.
     """
     from deltalab.store import Store
     from deltalab.study.reports import study_diff as compared
@@ -312,7 +312,7 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete studies, after a question. `restore` brings them back until `platform db vacuum` removes them for good."""
+    """Delete studies, after a question. `restore` brings them back until `deltalab db vacuum` removes them for good."""
     from deltalab.store import Store
     from deltalab.store.studies import shelf
 
@@ -326,7 +326,7 @@ def delete(
                     print_result(as_json, "kept", id=study.id, study=study.address, deleted=False)
                     continue
             shelf.delete(store, study.id)
-            text = f"{description}: deleted; `platform study restore {study.id}` brings it back"
+            text = f"{description}: deleted; `deltalab study restore {study.id}` brings it back"
             print_result(as_json, text, id=study.id, study=study.address, deleted=True)
 
 

@@ -1,4 +1,4 @@
-"""The command `platform train`."""
+"""The command `deltalab train`."""
 
 import importlib.util
 from pathlib import Path
@@ -12,8 +12,8 @@ from deltalab.errors import InputError
 
 
 def train(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that platform export wrote.")],
-    data: Annotated[Path | None, typer.Option("--data", help="Packed data, from platform data pack.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that deltalab export wrote.")],
+    data: Annotated[Path | None, typer.Option("--data", help="Packed data, from deltalab data pack.")] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="The run's folder; by default DIR/runs/NAME, with a NAME derived from the command."),
@@ -59,7 +59,7 @@ def train(
             print(f"{step} {loss!r}")
         return
     if data is None:
-        raise InputError("--data: name packed data; `platform data pack` makes it")
+        raise InputError("--data: name packed data; `deltalab data pack` makes it")
     from deltalab.engines.launch import Nodes, last_error, prepare, start
 
     launch = prepare(
@@ -82,7 +82,7 @@ def train(
             as_json, f"{error}  (the whole output is in {log})", run=launch.run, state="failed", error=error, log=log
         )
         raise typer.Exit(1)
-    text = f"{launch.run}: trained; platform export {launch.run} FOLDER makes a model of its newest checkpoint"
+    text = f"{launch.run}: trained; deltalab export {launch.run} FOLDER makes a model of its newest checkpoint"
     print_result(as_json, text, run=launch.run, state="done", log=log)
 
 

@@ -1,4 +1,4 @@
-"""Reads packed data, the memory-mapped shards of tokens that `platform data pack` writes; needs numpy alone."""
+"""Reads packed data, the memory-mapped shards of tokens that `deltalab data pack` writes; needs numpy alone."""
 
 import json
 from collections.abc import Mapping
@@ -146,7 +146,7 @@ class Packed:
             self.meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(
-                f"{folder}: is no packed data: {META}: {error.strerror}; `platform data pack` makes it"
+                f"{folder}: is no packed data: {META}: {error.strerror}; `deltalab data pack` makes it"
             ) from None
         except ValueError as error:
             raise ValueError(f"{file}: is not JSON: {error}") from None

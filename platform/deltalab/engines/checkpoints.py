@@ -1,4 +1,4 @@
-"""The checkpoints of a run of `platform train`."""
+"""The checkpoints of a run of `deltalab train`."""
 
 import re
 import shutil

@@ -360,7 +360,7 @@ def _config(folder: Path) -> dict[str, Any]:
     if (folder / "run.json").is_file():
         export = read_json(folder / "run.json").get("export", "EXPORT")
         raise InputError(
-            f"{folder}: is a run, not an exported folder; `platform train {export} --out {folder}` with the options of "
+            f"{folder}: is a run, not an exported folder; `deltalab train {export} --out {folder}` with the options of "
             "before goes on with it"
         )
     try:
@@ -369,7 +369,7 @@ def _config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder}: not an exported folder: it has no readable config.json") from None
     if config.get("model_type") != "deltalab":
         raise InputError(
-            f"{folder / 'config.json'}: not a model of deltalab; a checkpoint of FLA becomes such by `platform export "
+            f"{folder / 'config.json'}: not a model of deltalab; a checkpoint of FLA becomes such by `deltalab export "
             f"{folder} DIR --to torchtitan`"
         )
     return config
@@ -467,7 +467,7 @@ def _earlier(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
     """Returns the `run.json` of a run that has begun, else {}. Raises `InputError` if the run has another identity."""
     if not (run / "run.json").is_file():
         if run.exists() and (not run.is_dir() or any(file.name != LOCK for file in run.iterdir())):
-            raise InputError(f"{run}: is neither empty nor a run of platform train")
+            raise InputError(f"{run}: is neither empty nor a run of deltalab train")
         return {}
     about: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
     for name, value in identity.items():

@@ -1,4 +1,4 @@
-"""The model to evaluate: an export, a run of `platform train` that is exported for a while, or one of transformers."""
+"""The model to evaluate: an export, a run of `deltalab train` that is exported for a while, or one of transformers."""
 
 import re
 import tempfile
@@ -210,7 +210,7 @@ def open_model(named: str, *, trusted: bool = False) -> Iterator[ModelFolder]:
     """Opens a model. A run or a checkpoint is exported for the length of the block.
 
     Args:
-        named: A folder that `platform export` wrote, a run of `platform train`, one of its checkpoints, a folder that
+        named: A folder that `deltalab export` wrote, a run of `deltalab train`, one of its checkpoints, a folder that
             transformers loads, or a name on the Hugging Face Hub.
         trusted: Whether the code of a model may run that is not deltalab's, or not as this version writes it.
 
@@ -305,7 +305,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             return config
     except (OSError, InputError, KeyError):
         pass
-    why = "neither a folder of `platform export` nor a run of `platform train`, nor one of transformers"
+    why = "neither a folder of `deltalab export` nor a run of `deltalab train`, nor one of transformers"
     if not folder.is_dir():
         why = "no such folder; a model of the Hub is named ORG/NAME"
     raise InputError(f"{folder}: {why}")

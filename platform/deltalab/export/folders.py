@@ -1,4 +1,4 @@
-"""Reads the model of a folder: an export, a run of `platform train` or one of its checkpoints, or a model of FLA."""
+"""Reads the model of a folder: an export, a run of `deltalab train` or one of its checkpoints, or a model of FLA."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ NOT_KEPT = ("model", "tokenizer", "provenance")
 
 
 def holds_a_model(folder: Path) -> bool:
-    """Returns whether a folder has the files of an exported model, of a FLA model, or of a run of `platform train`."""
+    """Returns whether a folder has the files of an exported model, of a FLA model, or of a run of `deltalab train`."""
     return any((place / name).is_file() for place in (folder, _run(folder)) for name in (CONFIG, RUN))
 
 
@@ -32,8 +32,8 @@ def from_folder(folder: Path) -> Source:
     """Reads the model of a folder, with the recipe by which it was trained or is to be trained.
 
     Args:
-        folder: A folder that `platform export` or the `save_pretrained` of a loaded model wrote; a run of
-            `platform train`, whose newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
+        folder: A folder that `deltalab export` or the `save_pretrained` of a loaded model wrote; a run of
+            `deltalab train`, whose newest checkpoint counts; one of its `checkpoints/step-N`; or a model of FLA.
 
     Raises:
         InputError: If the folder is of none of these kinds, if a run has no checkpoint, or if a file cannot be read.
@@ -133,6 +133,6 @@ def _json(file: Path) -> dict[str, Any]:
         if not file.parent.is_dir():
             raise InputError(f"{file.parent}: no such folder") from None
         raise InputError(
-            f"{file.parent}: neither an exported folder, a run of platform train, one of its checkpoints, nor a model "
+            f"{file.parent}: neither an exported folder, a run of deltalab train, one of its checkpoints, nor a model "
             f"of FLA: it has no {file.name}"
         ) from None

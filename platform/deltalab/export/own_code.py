@@ -31,7 +31,7 @@ def require_own_code(folder: Path, *, option: str = "") -> None:
         once = f", or give {option}" if option else ""
         raise InputError(
             f"{file}: is not what this deltalab writes for the folder's model, and would run: read it, then "
-            f"`platform trust {folder.resolve()}` lets it run{once}"
+            f"`deltalab trust {folder.resolve()}` lets it run{once}"
         )
 
 

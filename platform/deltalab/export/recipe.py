@@ -102,7 +102,7 @@ def by_a_paper(
 
 
 def run_recipe(recipe: Mapping[str, Any], used: Mapping[str, Any], run: str) -> dict[str, Any]:
-    """Makes the recipe by which a run of `platform train` trained an exported folder.
+    """Makes the recipe by which a run of `deltalab train` trained an exported folder.
 
     Args:
         recipe: The recipe of the exported folder.
@@ -118,7 +118,7 @@ def run_recipe(recipe: Mapping[str, Any], used: Mapping[str, Any], run: str) -> 
         # A run measures no more validation rows than its data have, which says nothing about other data.
         if value != before[key] and key != "validation.sequences":
             _put(new, key, value)
-            new.setdefault("origin", {})[_origin_name(key)] = {"from": f"platform train, run {run}", "was": before[key]}
+            new.setdefault("origin", {})[_origin_name(key)] = {"from": f"deltalab train, run {run}", "was": before[key]}
     return new
 
 

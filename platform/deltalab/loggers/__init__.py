@@ -92,7 +92,7 @@ class LoggedReport:
     """The state and the report of a study that has ended.
 
     Attributes:
-        report: The report as `platform study report --json` prints it.
+        report: The report as `deltalab study report --json` prints it.
         markdown: The report for a reader.
     """
 

@@ -91,7 +91,7 @@ class Process:
     def told(self) -> dict[str, Any]:
         """Returns the state, what the process has told on its way, and its result or its error once it has ended."""
         state = self.state
-        answer: dict[str, Any] = {"task": self.name, "state": state, "command": shlex.join(("platform", *self.words))}
+        answer: dict[str, Any] = {"task": self.name, "state": state, "command": shlex.join(("deltalab", *self.words))}
         answer["seconds"] = round((self.ended or time.monotonic()) - self.began, 1)
         lines = self.stderr.read_text("utf-8", errors="replace").splitlines()
         entries = [entry for line in lines if isinstance(entry := _json(line), dict)]
@@ -128,7 +128,7 @@ class Processes:
         """Starts a command.
 
         Args:
-            words: The words of the command after `platform`.
+            words: The words of the command after `deltalab`.
             seconds: The time after which it is asked to stop; None for as long as it takes.
 
         Raises:

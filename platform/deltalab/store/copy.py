@@ -55,7 +55,7 @@ def export_ledger(store: Store, file: str | Path, say: Say) -> dict[str, int]:
     """
     url = database.address(file)
     if url.get_backend_name() != "sqlite":
-        raise InputError("export writes a file; `platform db import FILE --db URL` fills another database with it")
+        raise InputError("export writes a file; `deltalab db import FILE --db URL` fills another database with it")
     target = Path(str(url.database))
     if target.exists():
         raise InputError(f"{target}: exists; give the path of a new file")

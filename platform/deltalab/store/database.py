@@ -331,7 +331,7 @@ def _upgrade(connection: Connection, to: str) -> None:
 def require_file(url: URL) -> None:
     """Raises `InputError` if the URL names a file that does not exist."""
     if url.get_backend_name() == "sqlite" and "uri" not in url.query and not Path(url.database or "").exists():
-        raise InputError("no such database", where=display_url(url), mend="platform study run makes one")
+        raise InputError("no such database", where=display_url(url), mend="deltalab study run makes one")
 
 
 def require_current(engine: Engine, *, create: bool) -> None:
@@ -349,9 +349,9 @@ def require_current(engine: Engine, *, create: bool) -> None:
         if current is None and create:
             migrate(url)
         elif current is None:
-            raise InputError(f"{display_url(url)}: is empty; `platform study run` fills one")
+            raise InputError(f"{display_url(url)}: is empty; `deltalab study run` fills one")
         elif current != revisions()[-1]:
-            raise InputError(f"{display_url(url)}: revision '{current}' is old; run `platform db upgrade` first")
+            raise InputError(f"{display_url(url)}: revision '{current}' is old; run `deltalab db upgrade` first")
 
 
 def migrate(url: URL) -> None:

@@ -153,7 +153,7 @@ class Store(Ledger):
             raise LedgerGone(f"{path}: was deleted, moved or replaced while it was open")
         kept = self._file.keep(next(iter(self._claims.values()), None))
         self._gone = LedgerGone(
-            f"{path}: was deleted, moved or replaced while the study ran; `platform db import {kept} --db {path}` "
+            f"{path}: was deleted, moved or replaced while the study ran; `deltalab db import {kept} --db {path}` "
             "brings back all that it held, and the same command then goes on"
         )
         self._engine = database.connect(database.address(kept))

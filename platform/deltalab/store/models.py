@@ -158,7 +158,7 @@ class Importance(Base):
 
 
 class Proposal(Base):
-    """A rule that a loop proposed to `platform score`, and what became of it.
+    """A rule that a loop proposed to `deltalab score`, and what became of it.
 
     Attributes:
         loop: The hash of what all proposals of the loop are compared with: base, task, seeds and tuning.
@@ -273,7 +273,7 @@ class Artifact(Base):
 
 
 class Training(Base):
-    """A training of an exported folder, which is one run of `platform train`.
+    """A training of an exported folder, which is one run of `deltalab train`.
 
     A ledger may hold a training without its study.
 
@@ -302,7 +302,7 @@ class Training(Base):
 
 
 class TrainingMetric(Base):
-    """A finite value of a metric at a step of a training. What `platform eval` measured has the split "evaluation".
+    """A finite value of a metric at a step of a training. What `deltalab eval` measured has the split "evaluation".
 
     Standard errors of these values have the split "evaluation_stderr" and the names of the values.
     """
@@ -318,7 +318,7 @@ class TrainingMetric(Base):
 
 
 class TrainingComparison(Base):
-    """The difference of a training's model to another one on a metric, item by item, as `platform eval` measured it.
+    """The difference of a training's model to another one on a metric, item by item, as `deltalab eval` measured it.
 
     Attributes:
         name: The task and the metric, as the results have them.

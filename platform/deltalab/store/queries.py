@@ -173,7 +173,7 @@ class Ledger:
         if deleted_id := self._deleted(str(shown_address)):
             raise InputError(
                 f"{display_url(self._engine.url)}: study '{shown_address}' is deleted; "
-                f"`platform study restore {deleted_id}` brings it back"
+                f"`deltalab study restore {deleted_id}` brings it back"
             )
         addresses = sorted({study.address for study in self.studies()})
         raise unknown("study", shown_address, addresses, where=display_url(self._engine.url))

@@ -21,7 +21,7 @@ from deltalab.store.queries import Ledger
 
 RUN, METRICS, EVALUATIONS = "run.json", "metrics.jsonl", "evaluations.json"
 EVALUATION = "evaluation"
-"""The split of the results of `platform eval`. In this split, a metric's name is `TASK METRIC`, or `TASK METRIC
+"""The split of the results of `deltalab eval`. In this split, a metric's name is `TASK METRIC`, or `TASK METRIC
 (SETTING)` where the task was not asked as by default."""
 MARKS = {"limit": "limit {}", "few_shot": "{}-shot", "max_length": "max length {}", "other_data": "data {}"}
 """How a metric's name says each part of a `deltalab.evaluation.results.Setting` besides the split."""
@@ -203,7 +203,7 @@ def has_trainings(store: Ledger) -> bool:
 
 @waited
 def measured(store: Ledger) -> list[tuple[str, str]]:
-    """Returns the pairs (split, metric) for which trainings have curves. Results of `platform eval` are left out."""
+    """Returns the pairs (split, metric) for which trainings have curves. Results of `deltalab eval` are left out."""
     rows = (
         select(TrainingMetric.split, TrainingMetric.name)
         .distinct()
@@ -331,7 +331,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{file.parent}: is no run of `platform train`: {file.name}: {error.strerror}") from None
+        raise InputError(f"{file.parent}: is no run of `deltalab train`: {file.name}: {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"{file}: is not JSON: {error}") from None
     if not isinstance(content, dict):

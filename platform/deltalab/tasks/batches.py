@@ -54,7 +54,7 @@ class TrainingBatches:
             raise InputError(
                 f"task '{task.name}': its batches depend on more than the numbers of `random`: they are not those that "
                 "the CPU draws; "
-                f"`platform task check {task.name}` may say more"
+                f"`deltalab task check {task.name}` may say more"
             )
         self._pools = [_Starts(self._addresses("pool", group), device) for group in self._groups]
         probes = [_Starts(self._addresses(0, group), device) for group in self._groups]

@@ -219,7 +219,7 @@ def _members(root: Path, library: bool) -> dict[str, list[Path]]:
         if len(paths) > MOST_FILES or size > MOST_BYTES:
             raise InputError(
                 f"task 'text': parameter 'corpus': '{root}' holds over {MOST_FILES:,} files or {MOST_BYTES:,} bytes; "
-                "name a smaller folder or a single file, or pack the text: platform data pack"
+                "name a smaller folder or a single file, or pack the text: deltalab data pack"
             )
     if len(paths) < 3:
         raise InputError(

@@ -30,7 +30,7 @@ class Text(Task):
       hashes of the files' relative paths. The files of a split are joined in the order of their paths;
     - `python`, for the source files of this machine's Python standard library, split as a folder is. A folder of
       that name is `./python`;
-    - a folder of packed data, as `platform data pack` writes it, with its tokens and its splits. `vocab_size` is that
+    - a folder of packed data, as `deltalab data pack` writes it, with its tokens and its splits. `vocab_size` is that
       of its tokenizer. Metrics in bits per byte divide the bits of a token by the mean number of bytes of a token in
       all of the data.
 

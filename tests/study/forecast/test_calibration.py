@@ -226,7 +226,7 @@ def test_the_command_says_in_a_line_that_the_study_must_run_first(platform: Plat
     recorded(tmp_path / "deltalab.db", 6)
     for code, out, error in (without_ledger, platform("study.yaml")):
         assert (code, out, error.count("\n")) == (2, "", 1)
-        assert "run it first (platform study run study.yaml), or give --real" in error
+        assert "run it first (deltalab study run study.yaml), or give --real" in error
 
 
 @pytest.mark.slow

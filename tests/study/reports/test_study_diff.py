@@ -71,7 +71,7 @@ def test_every_word_of_a_search_is_found_somewhere_in_a_study(store: Store, abla
 def test_a_deleted_study_is_nowhere_until_it_is_restored(store: Store, ablation: int) -> None:
     shelf.delete(store, ablation)
     assert store.studies() == shelf.listed(store) == []
-    with pytest.raises(InputError, match=f"'ablation' is deleted; `platform study restore {ablation}` brings it back"):
+    with pytest.raises(InputError, match=f"'ablation' is deleted; `deltalab study restore {ablation}` brings it back"):
         store.study("ablation")
     assert [row.id for row in shelf.listed(store, deleted=True)] == [ablation]
     with pytest.raises(InputError, match=r"unknown deleted study 'ablatoin';.*did you mean 'ablation'"):
@@ -186,7 +186,7 @@ def test_deleting_asks_and_says_what_goes(
     assert said.code == 2
     assert "3 arms, 8 trials and 42 runs: nobody is there to confirm; give --yes" in said.err
     assert store.study("ablation").id == ablation
-    assert "deleted; `platform study restore 1`" in platform("study", "delete", "ablation", "--yes").out
+    assert "deleted; `deltalab study restore 1`" in platform("study", "delete", "ablation", "--yes").out
     assert json.loads(platform("study", "list", "--json").out) == []
     assert json.loads(platform("study", "list", "--deleted", "--json").out)[0]["name"] == "ablation"
     assert platform("study", "restore", "ablation").out == "ablation (id 1): restored\n"

@@ -81,7 +81,7 @@ def test_what_cannot_be_written_is_one_line_and_no_file(store: Store, tmp_path: 
     with pytest.raises(InputError, match="has no search, and Optuna shows searches alone"):
         export_optuna(store, begin(store, "tuned"), file)
     empty = Lab(store).id
-    with pytest.raises(InputError, match="has no candidates yet: platform study run s"):
+    with pytest.raises(InputError, match="has no candidates yet: deltalab study run s"):
         export_optuna(store, empty, file)
     study_id = record_search(store)
     with pytest.raises(InputError, match="cannot be written: unable to open database file"):

@@ -83,7 +83,7 @@ def test_another_reference_is_compared_in_pairs_on_the_seeds_that_all_have(repor
 def planning(
     lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """`platform study plan` of the file: exit code, stdout and stderr."""
+    """`deltalab study plan` of the file: exit code, stdout and stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
         argv = ["platform", "study", "plan", str(lab / "s.yaml"), *words, "--db", str(lab / "none.db")]

@@ -176,7 +176,7 @@ def test_an_engine_is_part_of_a_trial_and_its_free_settings_are_not(packed: Path
 
 
 def named_by_paper(name: str, train: TrainSpec, parameters: float) -> dict[str, Any]:
-    """The settings of the recipe that `platform export --recipe` writes."""
+    """The settings of the recipe that `deltalab export --recipe` writes."""
     return named_settings(by_a_paper(make_recipe(train, LENGTH, 1, "a test"), find_recipe(name), parameters))
 
 

@@ -222,12 +222,12 @@ def blocks(title: str) -> str:
 
 @pytest.fixture
 def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[int]:
-    """The exit codes of `platform` where `subprocess.run` calls it: it runs here, with the training replaced."""
+    """The exit codes of `deltalab` where `subprocess.run` calls it: it runs here, with the training replaced."""
     codes: list[int] = []
     others = subprocess.run
 
     def run(words: list[str], **options: Any) -> Any:
-        if words[0] != "platform":
+        if words[0] != "deltalab":
             return others(words, **options)
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", words)

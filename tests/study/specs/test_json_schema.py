@@ -45,7 +45,7 @@ def test_more_seeds_of_the_base_are_in_the_schema() -> None:
 
 
 def test_the_shipped_file_is_the_schema() -> None:
-    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "platform study schema --out studies/study.schema.json"
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "deltalab study schema --out studies/study.schema.json"
 
 
 @pytest.mark.parametrize("name", shipped_studies())

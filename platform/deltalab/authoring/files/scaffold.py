@@ -1,4 +1,4 @@
-"""Writes the files of `platform rule new`, `task new` and `study new` from templates. Each file works as it is."""
+"""Writes the files of `deltalab rule new`, `task new` and `study new` from templates. Each file works as it is."""
 
 import keyword
 from contextlib import suppress
@@ -29,7 +29,7 @@ class CLASS(UpdateRule):
     r_t = q_t,   or q_t - k_t where correct_output
 
     A delta rule that erases with one strength and writes with another. Below the equations, say where the rule
-    comes from and what it is for. `platform rule show NAME` prints this docstring.
+    comes from and what it is for. `deltalab rule show NAME` prints this docstring.
     """
 
     name: ClassVar[str] = "NAME"
@@ -231,7 +231,7 @@ class CLASS(Task):
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
-    example: ClassVar[Mapping[str, object]] = {"tokens": 8}  # the parameters of `platform task show` and `check`
+    example: ClassVar[Mapping[str, object]] = {"tokens": 8}  # the parameters of `deltalab task show` and `check`
     shortcuts: ClassVar[frozenset[str]] = frozenset({"distance"})  # a copy has its answers at a fixed distance
 
     # The parameters. A study sets them, as in `task: {NAME: {tokens: 16}}`.
@@ -272,11 +272,11 @@ STUDY = """# yaml-language-server: $schema=study.schema.json
 name: NAME
 description: Does the decay of Gated DeltaNet matter for recall?
 
-# One task or several, each with its parameters. `platform task list` lists them.
+# One task or several, each with its parameters. `deltalab task list` lists them.
 task:
   mqar: {length: 32, pairs: 4, vocab_size: 64}
 
-# The settings that every arm starts from. `platform rule list` lists the rules, and `platform rule show gated_deltanet`
+# The settings that every arm starts from. `deltalab rule list` lists the rules, and `deltalab rule show gated_deltanet`
 # the knobs of one. A study sets them as in `rule: {name: gated_deltanet, g: gla_decay}`.
 base:
   rule: gated_deltanet
@@ -298,11 +298,11 @@ tune:
   trials: 3
   extend: true
 
-# The number of seeds. It takes 6 to decide anything; more of them find smaller differences (`platform study plan`).
+# The number of seeds. It takes 6 to decide anything; more of them find smaller differences (`deltalab study plan`).
 # {at_least: 6, at_most: 15} adds seeds until each arm is decided or has little prospect of it.
 seeds: 7
 
-# A profile changes the study: `platform study run FILE --profile longer`.
+# A profile changes the study: `deltalab study run FILE --profile longer`.
 profiles:
   longer: {base: {train: {steps: 1000}}}
 """

@@ -19,7 +19,7 @@ class SuiteTask:
         name: The name, which is the harness's own if the harness asks it.
         metric: The metric that papers quote, and that the suite's mean is taken of; None if it enters no mean.
         also: Further metrics that are reported.
-        needs: Data sets of the Hub, files, or options of `platform eval`.
+        needs: Data sets of the Hub, files, or options of `deltalab eval`.
         settings: What else the file says of the task.
     """
 

@@ -78,7 +78,7 @@ def too_few_seeds(rows: Sequence[Row], reference: Row) -> Iterator[str]:
 
 
 def _lost_candidates(scores: Scores, reference: Row) -> Iterator[str]:
-    again = "`platform study run` with --retry-failed runs such trials again"
+    again = "`deltalab study run` with --retry-failed runs such trials again"
     for number, arms in scores.lost.items():
         yield f"Candidate {number} counts in no arm, since its trial failed in {', '.join(arms)}: {again}."
     for arm, seeds in scores.seeds.items():

@@ -340,9 +340,9 @@ def _dead(plan: Plan, costs: list[ArmCost]) -> list[str]:
 def _not_checked(plan: Plan) -> list[str]:
     """Notes on rules that fail their checks or have not been checked."""
     return [
-        f"not checked yet: {rule}; `platform study run` checks it first"
+        f"not checked yet: {rule}; `deltalab study run` checks it first"
         if reason == verdict.NOT_CHECKED
-        else f"rule '{rule}' {reason}: `platform study run` refuses it"
+        else f"rule '{rule}' {reason}: `deltalab study run` refuses it"
         for rule, reason in verdict.unchecked(plan.rules).items()
     ]
 
@@ -568,7 +568,7 @@ def _naming(plan: Plan, arm: PlannedArm) -> Iterator[None]:
         name = arm.config["rule"]["name"]
         raise InputError(
             f"arm '{arm.name}' does not run on task '{arm.task}': {type(error).__name__}: {reason}; "
-            f"`platform rule check {name}` or `platform task check {plan.tasks[arm.task].name}` may say more"
+            f"`deltalab rule check {name}` or `deltalab task check {plan.tasks[arm.task].name}` may say more"
         ) from error
 
 

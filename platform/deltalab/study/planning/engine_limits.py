@@ -44,7 +44,7 @@ def refuse_what_no_engine_trains(plan: Plan) -> None:
 
 
 def _require_known(names: Sequence[str], lengths: Sequence[int], files: str | None) -> None:
-    """Raises `InputError` if `platform eval` cannot ask one of the tasks of a model that an engine trained."""
+    """Raises `InputError` if `deltalab eval` cannot ask one of the tasks of a model that an engine trained."""
     of_suites, tasks = suites_among(names)
     if files is not None and not Path(files).is_dir():
         raise InputError(f"engine.files: {files}: no such folder")
@@ -84,7 +84,7 @@ def _packed(engine: str, name: str, task: Task) -> Packed:
         raise InputError(f"engine: {engine} trains language models: task '{name}' is {task.name}, and must be text")
     if task.packed is None:
         raise InputError(
-            f"engine: {engine} trains on packed data: task.{name}.corpus must be a folder that `platform data pack` "
+            f"engine: {engine} trains on packed data: task.{name}.corpus must be a folder that `deltalab data pack` "
             f"wrote, not {task.corpus or 'the text that comes with deltalab'}"
         )
     return task.packed

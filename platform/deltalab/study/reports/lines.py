@@ -24,7 +24,7 @@ COMPARISONS = "Evaluations compared item by item"
 COMPARISON_HEADERS = ("training", "compared with", "evaluation", "difference", "p", "items")
 COMPARISON_NOTE = (
     "A difference is the training's value less that of the model that it is compared with; ln: of logarithms. All 95% "
-    "intervals of one `platform eval` hold together."
+    "intervals of one `deltalab eval` hold together."
 )
 
 

@@ -57,7 +57,7 @@ def found_rule(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
         raise unknown("arm", arm, names, where=f"the search of study '{study.name}'")
     trials = [row for row in store.trials(study_id) if row.arm == arm and row.stage == "confirm"]
     if not trials:
-        raise InputError(f"study '{study.name}' has not confirmed arm '{arm}' yet: platform study run {study.address}")
+        raise InputError(f"study '{study.name}' has not confirmed arm '{arm}' yet: deltalab study run {study.address}")
     trial = trials[0]
     spec = dict(trial.config["rule"])
     kind = str(spec.pop("name"))
@@ -74,7 +74,7 @@ def found_rule(store: Store, study_id: int, arm: str) -> tuple[UpdateRule, str]:
         chosen = next((row.values for row in trials if (row.task, row.number) == (name, best)), {})
         if tuned := "; ".join(f"{path} {_text(value)}" for path, value in training_part(chosen).items()):
             origin += f"On {name} it was tuned to {tuned}. "
-    origin += "platform rule from-search wrote this file."
+    origin += "deltalab rule from-search wrote this file."
     return get_rule(kind, **spec), origin
 
 

@@ -73,7 +73,7 @@ def export_optuna(store: Store, study_id: int, file: Path) -> list[ExportedStudy
     objective_names = [*map(str, objectives)]
     results = candidate_results(study.spec, store, study_id)
     if not results:
-        raise InputError(f"study '{study.name}' has no candidates yet: platform study run {study.address}")
+        raise InputError(f"study '{study.name}' has no candidates yet: deltalab study run {study.address}")
     if file.exists():
         raise InputError(f"{file}: exists; give the path of a new file")
     arms, rows = store.arms(study_id), store.trials(study_id)

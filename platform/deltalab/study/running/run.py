@@ -344,7 +344,7 @@ def _take_part(
         return runs
     state = store.study(driver.study_id).state
     if state == "interrupted":
-        _log.warning(f"study '{plan.spec.name}': its driver was told to stop; `platform study run` goes on with it")
+        _log.warning(f"study '{plan.spec.name}': its driver was told to stop; `deltalab study run` goes on with it")
     trials = {row.key: row.state for row in store.trials(driver.study_id)}
     ended = [trial for trial in trials.values() if trial != "infeasible"]
     return StudyResult(

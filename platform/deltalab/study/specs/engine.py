@@ -27,7 +27,7 @@ class Engine(Strict):
         processes: The processes of a training on CPUs. With `resources: {gpu: N}`, each of N GPUs has one.
         settings: Settings of the engine's recipe, such as `compile: true` or `batch.micro: 4`. All others are keys of
             the study itself, such as `train.lr`.
-        evaluate: Tasks and suites of `platform eval` on which each trained model is measured, such as `needle`,
+        evaluate: Tasks and suites of `deltalab eval` on which each trained model is measured, such as `needle`,
             `recall` or `ruler/vt`. A suite's name wins over that of a task of lm-evaluation-harness.
         lengths: The tokens of the suites' texts; empty for those of the suites.
         limit: The examples of each of these tasks; None for the tasks' own numbers.

@@ -1,8 +1,8 @@
 """The JSON schema of a study file, with which editors complete keys, explain them and mark those that do not exist.
 
-`studies/study.schema.json` holds the schema for the shipped studies, and `platform study new` puts a copy beside a new
+`studies/study.schema.json` holds the schema for the shipped studies, and `deltalab study new` puts a copy beside a new
 study. The schema refuses nothing that a study may say. It cannot express everything, such as a rule's knobs:
-`platform study plan` checks the rest.
+`deltalab study plan` checks the rest.
 """
 
 import inspect
@@ -61,7 +61,7 @@ def schema() -> dict[str, Any]:
     }
     defs["ModelSpec"]["properties"][PRESET] = {
         "enum": [*HYBRIDS],
-        "description": "A published hybrid in place of a rule: `platform model list` describes them.",
+        "description": "A published hybrid in place of a rule: `deltalab model list` describes them.",
     }
     del defs["Method"]["required"]
     search = defs["Search"]["properties"]
