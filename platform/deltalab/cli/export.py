@@ -1,4 +1,4 @@
-"""The command `platform export`."""
+"""The command `deltalab export`."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A study's NAME, NAME:PROFILE, id or file; or a folder: an export, a run of platform train or one of its "
+        help="A study's NAME, NAME:PROFILE, id or file; or a folder: an export, a run of deltalab train or one of its "
         "checkpoints, a model of FLA.",
     ),
 ]
@@ -63,6 +63,14 @@ def export(
             "--tokenizer", help="bytes, a tokenizer.json, a folder with one, or a name on the Hugging Face Hub."
         ),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="USER/NAME",
+            help="Put the folder on the Hugging Face Hub, too; a new repository is private.",
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option("--task", help="Which task, where the study has several.")] = None,
     db: Db = None,
     profile: Profile = None,
@@ -75,6 +83,10 @@ def export(
     from deltalab.export.folders import from_folder, holds_a_model
     from deltalab.export.write import export as write
 
+    if push is not None:
+        from deltalab.export import hub
+
+        hub.require_access(push)
     folder = Path(source)
     is_path = "/" in source and not source.endswith((".yaml", ".yml"))
     if is_path or (folder.is_dir() and holds_a_model(folder)):
@@ -107,15 +119,18 @@ def export(
         tokenizer=tokenizer,
     )
     trained = "with its weights" if result.trained else "untrained"
-    remark = "a model of FLA, which platform train does not take" if to == "fla" else "recipe.yaml says how to train it"
+    remark = "a model of FLA, which deltalab train does not take" if to == "fla" else "recipe.yaml says how to train it"
     whole = f"{directory}: {result.parameters:,} parameters, {trained}; {remark}"
+    pushed = None if push is None else hub.push(directory, push)
+    at_hub = [] if pushed is None else [f"{pushed}: holds the same"]
     print_result(
         as_json,
-        "\n".join([description, *(f"- {note}" for note in result.notes), whole]),
+        "\n".join([description, *(f"- {note}" for note in result.notes), whole, *at_hub]),
         folder=directory,
         source=description,
         form=to,
         parameters=result.parameters,
         trained=result.trained,
         notes=list(result.notes),
+        pushed=pushed,
     )
