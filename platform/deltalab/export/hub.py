@@ -22,7 +22,8 @@ def require_access(repository: str) -> None:
     """
     try:
         from huggingface_hub import HfApi, get_token
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
     except ImportError:
         raise NotInstalled("needs huggingface_hub", "'deltalab[hf]'", where="--push") from None
     try:
@@ -53,7 +54,7 @@ def push(directory: Path, repository: str) -> str:
         InputError: The repository has files that the folder lacks, or the Hub refuses something or is not reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     if progress.is_json():
         disable_progress_bars()
