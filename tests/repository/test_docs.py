@@ -113,6 +113,13 @@ def test_what_other_pages_show_runs(page, folder, monkeypatch):
     follow(page, folder, monkeypatch)
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=shown)
+def test_the_site_reads_every_fence(page):
+    """MkDocs takes another line for text, and what follows up to the next fence for code."""
+    fences = re.findall(r"^```.*", page.read_text(encoding="utf-8"), re.M)
+    assert [fence for fence in fences if not re.fullmatch(r'```(\w+( title="[^"]+")?)?', fence)] == []
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=shown)
 def test_every_bash_block_is_made_of_commands_that_are_run(page):
     lines = [line for block in blocks(page) if block.language == "bash" for line in block.code.splitlines()]
