@@ -4,12 +4,12 @@ BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test quick test-all chaos browser check resolve smoke docs picture clean
+.PHONY: study test quick test-all chaos browser check resolve smoke release docs site picture clean
 
 study: .venv/installed
-	$(BIN)/platform study run $(STUDY)
+	$(BIN)/deltalab study run $(STUDY)
 	@echo
-	@echo "The same as a page, with learning curves: $(BIN)/platform dashboard"
+	@echo "The same as a page, with learning curves: $(BIN)/deltalab dashboard"
 
 # Formatting, types, imports, doctests, and at least one test of every contract: six minutes on two cores.
 test: .venv/installed-dev
@@ -45,8 +45,16 @@ resolve: .venv/installed-dev
 smoke: .venv/installed-dev
 	.ci/pythons smoke 3.12 3.13
 
+# The wheel and the sdist of a release in dist/, tried in an empty environment. .github/workflows/publish.yml puts them on PyPI.
+release: .venv/installed-dev
+	.ci/pythons release
+
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
+
+# The site as the public sees it: the docs, and in results/ a page of each study in the ledgers that come along. A minute.
+site: docs
+	$(BIN)/python benchmarks/results.py site/results
 
 picture: .venv/installed-dev
 	xz -dc benchmarks/pretrain_h200.db.xz > .venv/pretrain.db

@@ -207,9 +207,10 @@ def test_the_version_stands_in_one_place() -> None:
     assert (out.returncode, out.stdout) == (0, f"{deltalab.__version__}\n"), "`python -m deltalab` is the command"
 
 
-def test_the_hosted_ci_only_calls_targets_of_the_makefile() -> None:
+@pytest.mark.parametrize("workflow", ["ci.yml", "publish.yml"])
+def test_the_hosted_ci_only_calls_targets_of_the_makefile(workflow: str) -> None:
     """Besides what a fresh machine needs first."""
-    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    jobs = yaml.safe_load((ROOT / ".github/workflows" / workflow).read_text())["jobs"]
     lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     calls = [line.split() for line in lines if not line.startswith("apt-get ")]
     assert {command for command, *_ in calls} == {"make"}
@@ -217,11 +218,37 @@ def test_the_hosted_ci_only_calls_targets_of_the_makefile() -> None:
     assert [target for _, *names in calls for target in names if target not in targets] == []
 
 
+def test_the_job_that_publishes_runs_no_code_of_the_repository() -> None:
+    """It alone may ask PyPI for a token."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())["jobs"]
+    trusted = [job for job in jobs.values() if "id-token" in job.get("permissions", {})]
+    assert trusted == [jobs["publish"]]
+    assert [step["uses"].partition("@")[0] for step in jobs["publish"]["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ]
+
+
+def test_the_changelog_has_a_section_of_this_version() -> None:
+    import deltalab
+
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
+    assert sections[0] == ("Unreleased", "")
+    assert (sections[1][0], bool(sections[1][1])) == (deltalab.__version__, True)
+    names = [name for name, _ in sections]
+    assert len(set(names)) == len(names)
+    assert len(re.findall(r"^## ", text, re.M)) == len(sections)
+
+
 def test_the_shell_completes_commands() -> None:
-    typed = {"_PLATFORM_COMPLETE": "complete_bash", "COMP_WORDS": "platform stu", "COMP_CWORD": "1"}
-    code = [sys.executable, "-m", "deltalab"]
-    out = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **typed})
-    assert out.stdout.split() == ["study"]
+    """By the name that the completion was installed for."""
+    for name in ("deltalab", "platform"):
+        typed = {f"_{name.upper()}_COMPLETE": "complete_bash", "COMP_WORDS": f"{name} stu", "COMP_CWORD": "1"}
+        code = f"import sys; from deltalab.cli.app import main; sys.argv = ['/bin/{name}']; main()"
+        words = [sys.executable, "-c", code]
+        out = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **typed})
+        assert out.stdout.split() == ["study"], name
 
 
 def test_the_pins_are_exact_and_in_order() -> None:
