@@ -220,7 +220,9 @@ def test_the_hosted_ci_only_calls_targets_of_the_makefile(workflow: str) -> None
 
 def test_the_job_that_publishes_runs_no_code_of_the_repository() -> None:
     """It alone may ask PyPI for a token."""
-    jobs = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())["jobs"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())
+    jobs = workflow["jobs"]
+    assert workflow["permissions"] == {"contents": "read"}
     trusted = [job for job in jobs.values() if "id-token" in job.get("permissions", {})]
     assert trusted == [jobs["publish"]]
     assert [step["uses"].partition("@")[0] for step in jobs["publish"]["steps"]] == [
