@@ -35,7 +35,7 @@ def test_the_page_says_what_was_found_and_how_to_open_it_in_optuna(searched: int
     front = cells(app.table[0].value)
     assert front["what it is"] == ["", "fast start", "no decay"]
     assert [code.value for code in open_page("search.py", view="Method").code] == [
-        "pip install optuna-dashboard\nplatform study export-optuna s s.optuna.db\n"
+        "pip install optuna-dashboard\ndeltalab study export-optuna s s.optuna.db\n"
         "optuna-dashboard sqlite:///s.optuna.db"
     ]
 

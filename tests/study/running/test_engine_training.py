@@ -106,7 +106,7 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ),
         ({"engine": {"name": "torchtitan", "settings": {"compile": 3}}}, "compile: must be true or false, not 3"),
         ({"engine": {"name": "torchtitan", "processes": 3}}, "base: train.batch_size 8 must be a multiple of the 3"),
-        ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `platform"),
+        ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `deltalab"),
         ({"task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32, "corpus": None}}}, "mqar"),
         (
             {"arms": {"comba": {"rule": "comba", "train": {"seconds": 9}}}},
