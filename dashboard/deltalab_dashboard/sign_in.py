@@ -1,4 +1,4 @@
-"""Asks the reader for the token, if the dashboard has one. `platform dashboard` says when it has."""
+"""Asks the reader for the token, if the dashboard has one. `deltalab dashboard` says when it has."""
 
 import hmac
 import os
@@ -47,4 +47,4 @@ def ask() -> None:
                 st.session_state[SIGNED_IN] = True
                 st.rerun()
             st.error("This is not the token.")
-    st.caption("The token stands in the file that `platform dashboard` named when it began.")
+    st.caption("The token stands in the file that `deltalab dashboard` named when it began.")

@@ -152,7 +152,7 @@ def test_without_pg_dump_one_line_says_what_to_do(
     postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with Store.open(postgres()) as store, pytest.raises(InputError, match=r"needs pg_dump.*`platform db export FILE`"):
+    with Store.open(postgres()) as store, pytest.raises(InputError, match=r"needs pg_dump.*`deltalab db export FILE`"):
         backup.back_up(store, tmp_path / "saved", quiet)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The commands `platform dashboard` and `platform mcp`, which serve until they are ended."""
+"""The commands `deltalab dashboard` and `deltalab mcp`, which serve until they are ended."""
 
 import ipaddress
 import os

@@ -209,7 +209,7 @@ def server(processes: Processes, *, allow: Sequence[str] = (), most_minutes: flo
         raise NotInstalled("a server needs the package mcp, 2 or newer", "'deltalab[mcp]'") from None
     tools = Tools(processes, most_minutes)
     left_out = [name for name in ALLOWED if name not in allow]
-    without = f"Not offered here, for want of `platform mcp --allow`: {', '.join(left_out)}.\n" if left_out else ""
+    without = f"Not offered here, for want of `deltalab mcp --allow`: {', '.join(left_out)}.\n" if left_out else ""
 
     class KnownArguments(MCPServer[Any]):  # type: ignore[misc]
         """A server that refuses arguments that a tool does not have, which the SDK leaves out without a word."""

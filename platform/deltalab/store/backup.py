@@ -111,7 +111,7 @@ def _dump(url: URL, file: Path, say: Say) -> None:
     if program is None:
         raise InputError(
             "a backup of PostgreSQL needs pg_dump, of PostgreSQL's client programs; without it, "
-            "`platform db export FILE` copies the ledger to an SQLite file"
+            "`deltalab db export FILE` copies the ledger to an SQLite file"
         )
     if "sslpassword" in url.query:
         raise InputError("pg_dump takes no sslpassword but in its arguments, which `ps` shows: use a key without one")
