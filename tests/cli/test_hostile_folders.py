@@ -156,6 +156,7 @@ FOLDERS: dict[str, Folder] = {
     "index: in a list": pickled(lambda lab: [1, {"a": Calls(os.system, lab.shell)}]),
     "index: a dotted name": dotted,
     "index: open": pickled(lambda lab: Calls(open, str(lab.witness), "w")),
+    "index: an attribute": pickled(lambda lab: Calls(getattr, lab.witness, "touch")),
     "index: empty": lambda lab: lab.run(b""),
     "index: cut off": lambda lab: lab.run(pickle.dumps({"a": 1})[:-2]),
     "index: another thing": pickled(lambda lab: {"state_dict_metadata": {}}),

@@ -1,6 +1,7 @@
 """Reads the index of a distributed checkpoint, which PyTorch pickles, without running what a pickle asks for."""
 
 import pickle
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,19 @@ class _Index(pickle.Unpickler):
     """Unpickles nothing but `ALLOWED`."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         # A dotted name would lead from an allowed class to whatever its module imports.
         if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of a checkpoint needs")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Stands for `getattr`, by which some versions of Python 3.11 pickle the members of an enumeration, such as a layout's."""
+    if not (isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__):
+        raise pickle.UnpicklingError("it asks for an attribute of what is no enumeration")
+    return kind[name]
 
 
 class IndexReader(FileSystemReader):
