@@ -390,14 +390,14 @@ def test_only_a_study_s_worker_changes_how_the_process_frees_memory(
     device.keep_freed_memory.cache_clear()
     try:
         train(TASK, TINY, SPEC, [1])
-        assert not loaded
+        assert None not in loaded  # torch may load NVIDIA's library
         study = tmp_path / "study.yaml"
         study.write_text(STUDY)
         result = run_study_file(study, db=tmp_path / "ledger.db", executor="inline")
     finally:
         device.keep_freed_memory.cache_clear()
     assert result.failed == 0
-    assert loaded == [None]
+    assert loaded.count(None) == 1
 
 
 def test_a_metric_that_nothing_counted_towards_has_no_value() -> None:

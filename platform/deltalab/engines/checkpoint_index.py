@@ -46,7 +46,7 @@ class _Index(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Stands for `getattr`, by which some versions of Python 3.11 pickle the members of an enumeration, such as a layout's."""
+    """Stands for `getattr`, by which some versions of Python 3.11 pickle the members of enumerations."""
     if not (isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__):
         raise pickle.UnpicklingError("it asks for an attribute of what is no enumeration")
     return kind[name]

@@ -294,7 +294,10 @@ def test_a_loop_of_random_and_planted_proposals_keeps_the_planted_ones(
         (["score", "rule.py"], "--against"),
         (["score", "rule.py", "--against", "lop.yaml"], "did you mean"),
         (["score", "rule.py", "--against", "loop.yaml", "seed=3"], "did you mean 'seeds'"),
-        (["score", "rule.py", "--against", "loop.yaml", "--executor", "inlin"], "executor must be ray or inline"),
+        (
+            ["score", "rule.py", "--against", "loop.yaml", "--executor", "inlin"],
+            "unknown executor 'inlin'; did you mean 'inline'?",
+        ),
     ],
 )
 def test_a_wrong_command_is_one_line_and_no_proposal(

@@ -253,8 +253,11 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
     if executor == "ray":
         temporary()
     if plan.spec.search is not None and plan.spec.search.proposals not in (None, EVOLUTION):
-        file = study_folder.study_file(plan.study_file)
-        if file.is_file():
+        try:
+            file = study_folder.study_file(plan.study_file)
+        except InputError:
+            file = None  # The study is a mapping, which the caller wrote.
+        if file is not None:
             trust.require(file, "its search.proposals runs a program")
     gpu = plan.spec.resources.gpu
     for arm in plan.arms:
