@@ -112,8 +112,15 @@ class Store(Ledger):
         with self._moving:  # Otherwise another thread might move to a new file amid the transaction.
             self._follow_file()
             engine = self._engine.execution_options(writes=True)
-            with database.input_errors(self._engine.url), Session(engine) as session, session.begin():
-                yield session
+            try:
+                with database.input_errors(self._engine.url), Session(engine) as session, session.begin():
+                    yield session
+            except InputError as error:
+                # SQLite may find that a file was overwritten in place before this store reads it back.
+                if self._file is None or not self._claims or "malformed" not in str(error):
+                    raise
+                self._move()
+                self.require_in_place()
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
