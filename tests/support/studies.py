@@ -29,6 +29,16 @@ STUDY: dict[str, Any] = {
     "seeds": 2,
 }
 
+LEAST: dict[str, Any] = {
+    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
+    "base": {
+        "rule": "linear_attention",
+        "model": {"d_model": 8, "layers": 1, "heads": 1, "mlp": False},
+        "train": {"steps": 4, "batch_size": 4, "lr": 1e-2, "evaluations": 1, "eval_batches": 1},
+    },
+}
+"""The task and the base of a study for which the trials hardly matter."""
+
 
 def write(study_file: Path, **changes: Any) -> Path:
     """Writes the study, with other values of some keys."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.folders import ROOT
+from tests.support.studies import LEAST
 
 from deltalab import InputError, registry
 from deltalab.authoring.quarantine import Quarantined
@@ -30,12 +31,7 @@ from deltalab.study.workers.train_stack import _record, failed
 
 STUDY: dict[str, Any] = {
     "name": "loop",
-    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
-    "base": {
-        "rule": "linear_attention",
-        "model": {"d_model": 8, "layers": 1, "heads": 1, "mlp": False},
-        "train": {"steps": 4, "batch_size": 4, "lr": 1e-2, "evaluations": 1, "eval_batches": 1},
-    },
+    **LEAST,
     "arms": {"other": {"rule": "mamba2"}},
     "seeds": 7,
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.studies import LEAST
 
 from deltalab import InputError
 from deltalab.statistics.pareto import front
@@ -28,12 +29,7 @@ from deltalab.study.workers.worker import Worker
 
 STUDY: dict[str, Any] = {
     "name": "tiny_search",
-    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
-    "base": {
-        "rule": "linear_attention",
-        "model": {"d_model": 8, "layers": 1, "heads": 1, "mlp": False},
-        "train": {"steps": 4, "batch_size": 4, "lr": 1e-2, "evaluations": 1, "eval_batches": 1},
-    },
+    **LEAST,
     "search": {
         "rule": {"choice": ["linear_attention", "mamba2", {"name": "comba", "transition": "iplr"}]},
         "model.layers": {"choice": [1, 2]},

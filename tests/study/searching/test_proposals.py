@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.folders import ROOT
+from tests.support.studies import LEAST
 
 from deltalab import InputError, registry, trust
 from deltalab.authoring.quarantine import Quarantined
@@ -26,12 +27,7 @@ from deltalab.study.specs.study_file import load_study
 
 STUDY: dict[str, Any] = {
     "name": "proposed",
-    "task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32}},
-    "base": {
-        "rule": "linear_attention",
-        "model": {"d_model": 8, "layers": 1, "heads": 1, "mlp": False},
-        "train": {"steps": 4, "batch_size": 4, "lr": 1e-2, "evaluations": 1, "eval_batches": 1},
-    },
+    **LEAST,
     "search": {
         "rule": {"choice": ["linear_attention", "mamba2", "gla"]},
         "model.layers": {"choice": [1, 2]},
