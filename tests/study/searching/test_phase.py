@@ -138,6 +138,11 @@ NARROW = {"model.d_model": {"integers": [16, 64]}, "model.heads": {"choice": [1,
 
 
 @pytest.mark.slow
+def apart_from_times(notes: list[str]) -> list[str]:
+    """Leaves out the notes that hang on the load of the machine."""
+    return [note for note in notes if not note.startswith(("The machine was loaded", "us/token", "Times are"))]
+
+
 def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
     written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +172,7 @@ def test_a_candidate_that_makes_no_model_is_recorded_and_another_is_drawn(
                 run_study_file(file, db=tmp_path / "cut.db", executor="inline")
     resumed = run_study_file(file, db=tmp_path / "cut.db", executor="inline")
     assert drawn(tmp_path / "cut.db") == found
-    assert resumed.report.tables[0].notes == whole.report.tables[0].notes
+    assert apart_from_times(resumed.report.tables[0].notes) == apart_from_times(whole.report.tables[0].notes)
     assert (resumed.infeasible, resumed.failed) == (len(infeasible), 0)
 
 

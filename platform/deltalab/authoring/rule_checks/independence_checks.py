@@ -161,7 +161,7 @@ def repetition(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures whether a call returns the same bits after other calls and random draws, and keeps its arguments.
 
     With gradients, the gradients must be the same bits as well, and results must be those without gradients, but for
-    rounding.
+    rounding. What a failed part would only repeat by other random draws is left out.
     """
     x = started(rule, inputs(rule, PREFIX + LENGTH))
     single = x.map(Tensor.float)
@@ -170,7 +170,10 @@ def repetition(rule: UpdateRule) -> Iterator[Measurement]:
         yield from plain
         if any(measurement.figure for measurement in plain):
             continue
-        yield from _repeated(rule, x, backend, evaluate, ", with gradients")
+        graded = list(_repeated(rule, x, backend, evaluate, ", with gradients"))
+        yield from graded
+        if any(measurement.figure for measurement in graded):
+            continue
         trained = evaluate(rule, x, backend)
         cause = "the code takes another path where gradients are computed: evaluation would measure another rule"
         for name, y in outputs(rule, x, backend).items():
