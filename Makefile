@@ -57,7 +57,7 @@ site: docs
 	$(BIN)/python benchmarks/results.py site/results
 
 picture: .venv/installed-dev
-	xz -dc benchmarks/pretrain_h200.db.xz > .venv/pretrain.db
+	xz -dc benchmarks/ledgers/pretrain_h200.db.xz > .venv/pretrain.db
 	$(BIN)/python -m deltalab_dashboard.picture --db .venv/pretrain.db --study pretrain:125M docs/dashboard.png
 
 .venv/installed: pyproject.toml constraints.txt

@@ -47,11 +47,11 @@ from deltalab.training.train import RunResult, train_together
 
 OUT = Path(__file__).with_name("measures_cpu.json")
 LEDGERS = (
-    (OUT.with_name("found_rules_h100.db.xz"), "found_rules:gpu", True),
-    (OUT.with_name("found_rules_h100.db.xz"), "found_parts:gpu", True),
-    (OUT.with_name("found_rules_h100.db.xz"), "pre_state_sgla:gpu", True),
-    (OUT.with_name("discover_h100.db.xz"), "discover:gpu", True),
-    (OUT.with_name("proxies.db.xz"), "proxies", False),
+    (OUT.with_name("ledgers") / "found_rules_h100.db.xz", "found_rules:gpu", True),
+    (OUT.with_name("ledgers") / "found_rules_h100.db.xz", "found_parts:gpu", True),
+    (OUT.with_name("ledgers") / "found_rules_h100.db.xz", "pre_state_sgla:gpu", True),
+    (OUT.with_name("ledgers") / "discover_h100.db.xz", "discover:gpu", True),
+    (OUT.with_name("ledgers") / "proxies.db.xz", "proxies", False),
 )
 """Studies whose runs are there, and whether they tuned."""
 EVALUATIONS = 10

@@ -1,6 +1,6 @@
 """Measures how often two equal arms differ, if a single seed chooses the learning rates of each arm.
 
-xz -dc benchmarks/found_rules_h100.db.xz > lab.db; python benchmarks/one_choice.py lab.db pre_state_sgla:gpu
+xz -dc benchmarks/ledgers/found_rules_h100.db.xz > lab.db; python benchmarks/one_choice.py lab.db pre_state_sgla:gpu
 
 An arm whose runs are all recorded stands for both arms. Each of the two draws a seed, which chooses k rates, and draws
 the seeds of the test with replacement. Each seed of the test chooses among the k rates by validation.

@@ -20,9 +20,13 @@ PIPED = 10_000
 """The width of a table that is no terminal's: each row is one line for the next command of a pipe."""
 
 
-def _without_password(ctx: typer.Context, value: str | None) -> str | None:
-    """Refuses a password in a command's arguments, which `ps` shows to other users as long as the command runs."""
+def _ledger(ctx: typer.Context, value: str | None) -> str | None:
+    """Turns `shipped` into that ledger's file. Refuses a password, which `ps` shows as long as the command runs."""
     from deltalab.store.database import without_password
+    from deltalab.store.shipped import SHIPPED, shipped_ledger
+
+    if value == SHIPPED and not ctx.resilient_parsing:
+        return str(shipped_ledger(progress.advance))
 
     source = ctx.get_parameter_source("db")
     if value and source is not None and source.name == "COMMANDLINE" and without_password(value) != value:
@@ -53,8 +57,8 @@ Db = Annotated[
     typer.Option(
         "--db",
         envvar="DELTALAB_DB",
-        help="A file or a database URL; ./deltalab.db by default.",
-        callback=_without_password,
+        help="A file, a database URL, or `shipped` for the studies that come along; ./deltalab.db by default.",
+        callback=_ledger,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; an error is JSON on stderr.")]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sqlite3
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,8 @@ KEEPALIVE = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count
 MISTYPED = re.compile(r":.*@|@.*:|\b(password|passwd|pwd)\s*=|^\W*(postgres|sqlite)[\w+]*\s*:", re.DOTALL)
 """A path that is a mistyped URL or a connection string, and may hold a password."""
 SECRETS = ("password", "sslpassword")
+ANY_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+"""The bits of a file's mode that let anybody write it."""
 RESTORE = "restore a copy, or save what can be read with `sqlite3 FILE .recover`"
 """What helps against a damaged file."""
 
@@ -125,7 +128,7 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
             connect_args={name: value for name, value in options.items() if name not in url.query},
             pool_pre_ping=True,
             json_serializer=partial(json.dumps, allow_nan=False),  # NaN is not JSON, and PostgreSQL refuses it
-            **({"creator": partial(_open_unchanging, url)} if sqlite and _is_on_read_only_medium(url) else {}),
+            **({"creator": partial(_open_unchanging, url)} if sqlite and _is_unchanging(url) else {}),
         )
     except ModuleNotFoundError:
         raise NotInstalled("needs psycopg", "'deltalab[postgres]'", where=display_url(url)) from None
@@ -162,10 +165,15 @@ def connect(url: URL, *, migrating: bool = False) -> Engine:
     return engine
 
 
-def _is_on_read_only_medium(url: URL) -> bool:
-    """Returns whether this process can write neither an SQLite file nor its folder, with nothing in a log beside it."""
+def _is_unchanging(url: URL) -> bool:
+    """Returns whether nobody may write an SQLite file, or this process neither it nor its folder.
+
+    Nothing may be in a log beside it.
+    """
     file = Path(str(url.database))
-    if "uri" in url.query or not file.is_file() or os.access(file, os.W_OK) or os.access(file.parent, os.W_OK):
+    if "uri" in url.query or not file.is_file():
+        return False
+    if file.stat().st_mode & ANY_WRITES and (os.access(file, os.W_OK) or os.access(file.parent, os.W_OK)):
         return False
     log = file.with_name(f"{file.name}-wal")
     return not log.exists() or log.stat().st_size == 0
