@@ -1,7 +1,7 @@
 """Gate parameterizations. Each says how a symbol of an update rule is computed, its range, and where it starts.
 
-A gate is data and one function. `models.layer.Gates` turns the gate into parameters. To add a gate, write a function
-that returns a `Gate`, decorate it with `@parameterization`, and put it in the file of the rule that needs the gate.
+A gate is data and one function. `models.parts.gates.Gates` turns the gate into parameters. To add a gate, write a
+function that returns a `Gate`, decorate it with `@parameterization`, and put it in the file of the rule that needs it.
 
 Some gates here, such as `retnet_decay`, serve a single built-in rule. They stay in this file, because moving a gate
 would change the file of its rule, and the hash of a rule's file is part of the identity of every trial that was run

@@ -14,8 +14,8 @@ from deltalab.models.block import Block, SwiGLU
 from deltalab.models.costs import CostCounter
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model, build_model, parameter_groups
-from deltalab.models.parts.experts import Experts
-from deltalab.models.spec import EXPERTS, ModelSpec
+from deltalab.models.parts.experts import EXPERTS, Experts
+from deltalab.models.spec import ModelSpec
 from deltalab.models.start import widening
 from deltalab.training import evaluation, muon
 from deltalab.training.optimizer import Layout

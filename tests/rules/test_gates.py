@@ -12,7 +12,8 @@ import deltalab
 from deltalab import gates
 from deltalab.errors import InputError
 from deltalab.gates import Gate
-from deltalab.models.layer import Gates, initialize
+from deltalab.models.layer import initialize
+from deltalab.models.parts.gates import Gates
 
 D, H, K = 24, 3, 4
 

@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 
 from deltalab.authoring.check import Check, CheckResult, Measurement, Note, run_checks, told_once
 from deltalab.errors import InputError, WrongRules
-from deltalab.models.module_layer import ModuleLayer
+from deltalab.models.parts.module_layer import ModuleLayer
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import initialize
 from deltalab.own_module import OwnModule

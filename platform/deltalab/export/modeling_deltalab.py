@@ -18,8 +18,10 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from deltalab.models.block import Block
-from deltalab.models.layer import LayerCache, initialize, shard_gates
+from deltalab.models.layer import initialize
 from deltalab.models.model import Model, balance_of, parameter_groups
+from deltalab.models.parts.cache import LayerCache
+from deltalab.models.parts.gates import shard_gates
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
 

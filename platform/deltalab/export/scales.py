@@ -11,7 +11,8 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.costs import CostCounter
-from deltalab.models.spec import Layer, ModelSpec
+from deltalab.models.layer_list import Layer
+from deltalab.models.spec import ModelSpec
 
 WITHIN = 0.03
 """How far the number of parameters may be from the number that a scale is named after, as a share of the latter."""

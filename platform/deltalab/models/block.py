@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltalab.models.layer import CacheSize, LayerCache, RuleLayer, shifted
-from deltalab.models.module_layer import ModuleLayer
+from deltalab.models.layer import RuleLayer
+from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.parts.canon import CANON
 from deltalab.models.parts.depth import DepthNorm, Outputs
 from deltalab.models.parts.experts import Experts
+from deltalab.models.parts.module_layer import ModuleLayer
+from deltalab.models.parts.token_shift import shifted
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.models.start import Linear, Matrices, Started, Uniform, linear
 from deltalab.ops.backends import automatic

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import flop_registry
 
 from deltalab.errors import InputError
 from deltalab.models.block import Block
-from deltalab.models.layer import CacheSize, LayerCache
 from deltalab.models.model import Model
+from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.parts.experts import idle_parameters
 from deltalab.models.spec import ModelSpec
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.block import make_mixer
-from deltalab.models.layer import LayerCache
-from deltalab.models.spec import OF_A_LAYER, ModelSpec
+from deltalab.models.layer_list import OF_A_LAYER
+from deltalab.models.parts.cache import LayerCache
+from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
 
 HEAD_WIDTH = 64

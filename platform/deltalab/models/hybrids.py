@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.spec import RULE, ModelSpec
+from deltalab.models.layer_list import RULE
+from deltalab.models.spec import ModelSpec
 
 PRESET = "preset"
 """The key of a model that names a hybrid."""

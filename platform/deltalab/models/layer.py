@@ -1,24 +1,27 @@
 """A rule as a layer that mixes tokens: projections, convolution, positions, gates, the rule, output norm and gate."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
-from deltalab.gates import Gate
+from deltalab.models.parts.cache import CacheSize
+from deltalab.models.parts.cache import LayerCache as LayerCache
 from deltalab.models.parts.canon import CANON, before_convolution
 from deltalab.models.parts.first_values import ValueResidual
+from deltalab.models.parts.gates import Gates, Vectors, first_linear, unit
+from deltalab.models.parts.gates import shard_gates as shard_gates
 from deltalab.models.parts.latent import Latent, kept, refusal
-from deltalab.models.start import OfGate, Ones, Parameters, Ramp, Started, Uniform, linear
+from deltalab.models.parts.token_shift import TokenShift
+from deltalab.models.start import Ones, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
-from deltalab.ops.convolution import FEATURES, LEAST_NORM, Channels, features, fused, fuses, tail_of
+from deltalab.ops.convolution import FEATURES, Channels, features, fused, fuses, tail_of
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS, HeadNorm, RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 from deltalab.ops.recurrence import Backend
@@ -26,302 +29,6 @@ from deltalab.ops.rotary import angles, rotate
 from deltalab.ops.scan import BACKENDS, apart, joined, scan
 from deltalab.registry import get_rule
 from deltalab.rule import State, UpdateRule
-
-
-class CacheSize(NamedTuple):
-    """The elements that a layer or a model holds between tokens, by what they are for.
-
-    Attributes:
-        recurrent: The state of the rule and its carry, as far as no token makes them larger.
-        kv: The parts of the rule's state that begin empty and grow with the tokens, such as the keys and values of
-            attention. A window ends their growth.
-        conv: The inputs that the convolution and the token shift read again, and the number of tokens that RoPE counts.
-
-    A module that does not say what it holds has a `recurrent` of NaN.
-    """
-
-    recurrent: float
-    kv: int
-    conv: int
-
-    @property
-    def state(self) -> float:
-        """The elements of the rule's memory, without the inputs that the layer keeps around the rule."""
-        return self.recurrent + self.kv
-
-    @classmethod
-    def summed(cls, sizes: "Iterable[CacheSize]") -> "CacheSize":
-        """Returns the sum of sizes.
-
-        Examples:
-            >>> CacheSize.summed([CacheSize(1, 2, 3), CacheSize(1, 0, 1)])
-            CacheSize(recurrent=2, kv=2, conv=4)
-        """
-        return cls(*map(sum, zip((0, 0, 0), *sizes, strict=True)))
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """The memory of a layer between calls, for B sequences.
-
-    Attributes:
-        conv: The last inputs of the convolution, [B, conv - 1, C]; with a canon layer before it, 3 more.
-        state: The state of the rule. In a layer that `keeps_latents`, the rows of `Latent.rows`, [B, 1, n, r + S].
-        place: The number of tokens that were read, [B, 1] with RoPE and [B, 0] without.
-        last: The x of the last token, [B, 1, d] with token shift and [B, 0, d] without.
-        apart: The state of each sequence, if the states differ in size, as those of attention do after sequences of
-            several lengths. `state` is then empty.
-        canon: The last inputs of each canon layer of the block, [B, W - 1, C], in the order of `Block.canon`.
-        beside: The memory of the second mixer of the block, if there is one.
-        balance: The balance loss of the block's experts on the tokens just read, []; None if there is none. It is no
-            memory: nothing reads it later.
-        values: The values [B, n T, H, V] of the tokens just read, if the layer `gives_values`. They are no memory.
-    """
-
-    conv: Tensor
-    state: State
-    place: Tensor
-    last: Tensor
-    apart: tuple[State, ...] = ()
-    canon: tuple[Tensor, ...] = ()
-    beside: "LayerCache | None" = None
-    balance: Tensor | None = None
-    values: Tensor | None = None
-
-    def numel(self) -> int:
-        """Returns the number of elements in these tensors."""
-        parts = (self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.canon)
-        return sum(part.numel() for part in parts) + (0 if self.beside is None else self.beside.numel())
-
-    def rows(self, at: Tensor) -> "LayerCache":
-        """Returns the memory of the sequences `at` [n]."""
-        conv, place, last, *parts = (
-            part.index_select(0, at.to(part.device))
-            for part in (self.conv, self.place, self.last, *self.state, *self.canon)
-        )
-        state, canon = tuple(parts[: len(self.state)]), tuple(parts[len(self.state) :])
-        apart = tuple(self.apart[i] for i in at.tolist()) if self.apart else ()
-        return LayerCache(conv, state, place, last, apart, canon, None if self.beside is None else self.beside.rows(at))
-
-
-class Gates(nn.Module):
-    """The gates of a rule. Maps x [B, T, d] to the value of each gate by its symbol.
-
-    A value has the shape that the gate's `per` names, and is in at least fp32. The projected vectors that a rule
-    declares among its gates are left to `Vectors`.
-
-    Args:
-        gates: The gates of the rule, by symbol.
-        d_model: d.
-        heads: H.
-        key_dim: K.
-        value_dim: V.
-        steps: The steps per token of gates `per` step.
-        bias: Whether the second matrix of a gate with a rank has a bias. KDA's decays have none: they add a c.
-    """
-
-    def __init__(
-        self,
-        gates: Mapping[str, Gate],
-        d_model: int,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
-        steps: int = 1,
-        *,
-        bias: bool = False,
-    ) -> None:
-        super().__init__()
-        self.gates = {name: gate for name, gate in gates.items() if gate.features is None}
-        self.heads, self.steps = heads, steps
-        self.shapes = {name: gate.shape(heads, key_dim, value_dim) for name, gate in self.gates.items()}
-        self.project = nn.ModuleDict()
-        self.learned = nn.ModuleDict()
-        for name, gate in self.gates.items():
-            if gate.of is not None:
-                continue
-            shape = self.shapes[name]
-            width = math.prod(shape[gate.one_projection :]) * (steps if gate.per == "step" else 1)
-            if gate.projected and gate.rank is None:
-                self.project[name] = linear(d_model, width)
-            elif gate.projected and gate.rank is not None:
-                rank = gate.rank or value_dim
-                self.project[name] = nn.Sequential(
-                    linear(d_model, rank), linear(rank, width, bias=bias and not gate.by_head, widens=False)
-                )
-            shapes = {p: gate.parameter_shape(p, shape) for p in gate.parameters}
-            self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shapes)
-
-    def weights(self) -> list[Tensor]:
-        """Returns the matrices that x is multiplied by, [..., d] each."""
-        return [_first(project).weight for project in self.project.values()]
-
-    def forward(self, x: Tensor, products: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-        """Computes the gates of x.
-
-        Args:
-            x: The inputs, [B, T, d].
-            products: The products of x with each of `weights`, if the caller has them.
-        """
-        projected: dict[str, Tensor] = {}
-        for (name, project), product in itertools.zip_longest(self.project.items(), products):
-            z = _first(project)(x) if product is None else product
-            if isinstance(project, nn.Sequential):
-                z = project[1](z.to(_first(project).weight.dtype))
-            z = z.to(torch.promote_types(z.dtype, torch.float32))
-            if self.gates[name].per == "step":
-                z = z.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)
-            elif self.gates[name].one_projection:
-                z = z.unsqueeze(2).expand(*z.shape[:2], *self.shapes[name])
-            elif len(self.shapes[name]) > 1:
-                z = z.unflatten(-1, self.shapes[name])
-            projected[name] = z
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        values = {}
-        for name, gate in self.gates.items():
-            source = gate.of or name
-            z = projected.get(source)
-            if z is None:
-                z = x.new_zeros(self.shapes[name], dtype=dtype)
-            value = gate.value(z, self.learned[source])  # type: ignore[arg-type]
-            values[name] = _Contiguous.apply(value) if torch.compiler.is_compiling() else value  # type: ignore[no-untyped-call]
-        return values
-
-
-class _Contiguous(torch.autograd.Function):
-    """Returns x itself, and makes its gradient contiguous.
-
-    PyTorch's compiler assumes that the gradient of softplus is contiguous. That is true only if the gradient that
-    softplus receives in its backward pass is contiguous.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
-def shard_gates(model: nn.Module, **options: Any) -> None:
-    """Shards the learned numbers of all gates in a model by FSDP2, in fp32 and as one group.
-
-    Call this function before `fully_shard`.
-
-    The numbers need fp32: the mixed precision of the matrices would round a decay near 1 to 1. A forward pass of the
-    model gathers the group when it begins.
-
-    Args:
-        model: The outermost module that is sharded.
-        **options: `mesh` and `offload_policy` of `fully_shard`.
-    """
-    # Import late: the import takes a second, and few models are sharded.
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    parts = [part for gates in model.modules() if isinstance(gates, Gates) for part in gates.learned.values()]
-    modules = [part for part in parts if any(True for _ in part.parameters())]
-    if not modules:
-        return
-    fully_shard(modules, reshard_after_forward=False, **options)
-    group = modules[0]
-    assert isinstance(group, FSDPModule)
-    untraced: Any = torch.compiler.disable  # as FSDP2's own hooks are
-    model.register_forward_pre_hook(untraced(lambda *_: group.unshard()))
-    # After a backward pass, FSDP2 reshards by itself.
-    model.register_forward_hook(untraced(lambda *_: None if torch.is_grad_enabled() else group.reshard()))
-
-
-def _first(project: nn.Module) -> nn.Linear:
-    first = project[0] if isinstance(project, nn.Sequential) else project
-    assert isinstance(first, nn.Linear)
-    return first
-
-
-class Vectors(Started):
-    """The vectors that a rule declares besides q, k and v. Maps x [B, T, d] to each vector [B, T, H, K or V] by symbol.
-
-    Each vector is projected, convolved over time, activated and normalized as its `Gate.features` say.
-
-    Args:
-        gates: The gates of the rule, by symbol.
-        d_model: d.
-        heads: H.
-        key_dim: K.
-        value_dim: V.
-        conv: The width of the convolution; 0 for none.
-        kept: The tokens of the past that are kept: conv - 1, or more if the layer's own convolution reads more.
-    """
-
-    def __init__(
-        self, gates: Mapping[str, Gate], d_model: int, heads: int, key_dim: int, value_dim: int, conv: int, kept: int
-    ) -> None:
-        super().__init__()
-        self.gates = {name: gate for name, gate in gates.items() if gate.features is not None}
-        self.shapes = {name: gate.shape(heads, key_dim, value_dim) for name, gate in self.gates.items()}
-        self.widths = [math.prod(shape) for shape in self.shapes.values()]
-        self.project = nn.ModuleDict()
-        for (name, gate), width in zip(self.gates.items(), self.widths, strict=True):
-            full = linear(d_model, width) if gate.rank is None else None
-            self.project[name] = full or nn.Sequential(
-                linear(d_model, gate.rank or 0), linear(gate.rank or 0, width, widens=False)
-            )
-        self.width, self.kept = conv, kept
-        if conv and self.gates:
-            self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, sum(self.widths))
-
-    def forward(
-        self, x: Tensor, past: Tensor | None, packed: Sequences | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Computes the vectors of x, and the `past` to pass with the tokens that follow.
-
-        Args:
-            x: The inputs, [B, T, d].
-            past: The projections of the tokens before, [B, kept, C]; None for zeros.
-            packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
-        """
-        z = torch.cat([project(x) for project in self.project.values()], dim=-1)
-        past = None if past is None else past.to(z)
-        tail = tail_of(z, past, self.kept, packed)
-        if self.width:
-            before = z.new_zeros(z.shape[0], self.width - 1, z.shape[-1]) if past is None else past
-            inputs, length, taps = torch.cat([before, z], dim=1), z.shape[1], self.conv.to(z).unbind()
-            parts = [tap * shifted(inputs, length, self.width - 1 - i, packed) for i, tap in enumerate(taps)]
-            z = sum(parts[1:], start=parts[0])
-        values = {}
-        for (name, gate), part in zip(self.gates.items(), z.split(self.widths, dim=-1), strict=True):
-            vector = part if gate.features == "raw" else F.silu(part)
-            vector = vector.unflatten(-1, self.shapes[name])
-            vector = _unit(vector) if gate.features == "unit" else vector
-            values[name] = gate.value(vector, {})
-        return values, tail
-
-
-class TokenShift(nn.Module):
-    """A learned mean of neighbouring tokens, x_t + m (x_{t-1} - x_t), for each reader of x [B, T, d].
-
-    Each reader has its own m [d], which starts as a ramp over the channels, from 0 to 1. The token before the first is
-    zero.
-
-    References:
-        Peng et al. 2023, arXiv:2305.13048.
-    """
-
-    def __init__(self, d_model: int, readers: Sequence[str]) -> None:
-        super().__init__()
-        self.share = Parameters(dict.fromkeys(readers, Ramp()), dict.fromkeys(readers, (d_model,)))
-
-    def forward(self, x: Tensor, last: Tensor | None, packed: Sequences | None = None) -> dict[str, Tensor]:
-        """Computes the mean of each reader.
-
-        Args:
-            x: The inputs, [B, T, d].
-            last: The token before them, [B, 1, d]; None for zero.
-            packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
-        """
-        inputs = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x], dim=1)
-        before = shifted(inputs, x.shape[1], 1, packed)
-        return {name: x + share * (before - x) for name, share in self.share.items()}
 
 
 class RuleLayer(Started):
@@ -552,7 +259,7 @@ class RuleLayer(Started):
             more_weights = []
             # With fewer tokens, copying the weights side by side costs more than reading x once for each weight.
             if x.shape[:2].numel() >= self.channels.total:
-                more_weights = [*([] if self.gate is None else [_first(self.gate).weight]), *self.gates.weights()]
+                more_weights = [*([] if self.gate is None else [first_linear(self.gate).weight]), *self.gates.weights()]
             weight = cast(nn.Linear, self.qkv).weight
             (q, k, v, tail), products = fused(x, weight, more_weights, taps, past, self.channels, packed)
         else:
@@ -696,7 +403,7 @@ class RuleLayer(Started):
             return q, k
         # Cast back, because a norm may return fp32 under autocast.
         normed = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)
-        return (_unit(normed[0]), _unit(normed[1])) if self.channels.features == "unit" else normed
+        return (unit(normed[0]), unit(normed[1])) if self.channels.features == "unit" else normed
 
     def _placed(
         self, q: Tensor, k: Tensor, cache: LayerCache | None, packed: Sequences | None
@@ -728,21 +435,6 @@ def _kinds(**values: bool | str | None) -> None:
     for name, value in values.items():
         if not isinstance(value, bool | None) and value not in allowed[name]:
             raise unknown(name, value, allowed[name])
-
-
-def shifted(inputs: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:
-    """Returns, for each of the last `length` inputs, the input that stands `back` places before.
-
-    Where that input belongs to another sequence, the value is zero.
-    """
-    first = inputs.shape[1] - length - back
-    earlier = inputs[:, first : first + length]
-    return earlier if packed is None else torch.where((packed.place >= back).unsqueeze(-1), earlier, 0)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Returns x [..., K] over its norm, in x's dtype."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=LEAST_NORM).to(x.dtype)
 
 
 def _shared(x: Tensor, heads: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltalab.errors import InputError
 from deltalab.models.block import Block, make_norm
 from deltalab.models.graphs import BlockGraphs
-from deltalab.models.layer import CacheSize, LayerCache
+from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.parts.depth import Outputs
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import Normal, Started, hidden_matrices, initialize, linear, widening

@@ -3,32 +3,22 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.layer_list import ATTENTION, OF_A_MIXER, RULE, Layer, beside_layer, listed
+from deltalab.models.parts.canon import places_in_order
+from deltalab.models.parts.experts import experts_in_full
+from deltalab.models.parts.first_values import shares_in_full
 from deltalab.models.parts.latent import refusal
+from deltalab.models.parts.limits import whole
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
-from deltalab.own_module import OwnModule, as_rule, is_path
+from deltalab.own_module import OwnModule, as_rule
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
 SECOND_TO_LAST_OF_EIGHT = "second_to_last_of_every_eight"
-
-ATTENTION = "attention"
-"""The rule of the layers in `ModelSpec.attention`."""
-
-RULE = "rule"
-"""An entry of `ModelSpec.layers` that stands for `ModelSpec.rule`."""
-
-CANONS = ("A", "B", "C", "D")
-"""The places of canon layers in a block."""
-
-EXPERTS: dict[str, Any] = {"count": 8, "top": 2, "shared": 1, "width": None, "balance": 0.01}
-"""The keys of `ModelSpec.experts`, with their defaults."""
-
-VALUES: dict[str, Any] = {"first": 0.5, "own": 0.5, "learned": True}
-"""The keys of `ModelSpec.value_residual`, with their defaults."""
 
 MIXER = "mixer"
 """A key of a model that names a module in place of a rule: {module: ..., kwargs: {...}}."""
@@ -36,72 +26,14 @@ MIXER = "mixer"
 ROPE = 10000.0
 """The default base of rotary positions."""
 
-OF_A_LAYER = (
-    "heads",
-    "key_dim",
-    "expand_v",
-    "conv",
-    "qk_heads",
-    "kv_heads",
-    "qk_norm",
-    "rope",
-    "rope_dim",
-    "q_rank",
-    "kv_rank",
-    "token_shift",
-    "output_norm",
-    "output_gate",
-    "gate_rank",
-    "features",
-    "scale",
-    "low_rank_bias",
-    "conv_bias",
-    "skip",
-    "norm_eps",
-    "beside",
-)
-"""The settings of mixers that an entry of `ModelSpec.layers` may change for its own layer."""
-
-OF_A_BLOCK = (*OF_A_LAYER, "mlp_width")
-"""All settings that such an entry may change."""
-
-OF_A_MIXER = tuple(name for name in OF_A_LAYER if name != "beside")
-"""Those of them that a rule's own layer reads."""
-
 TIED_WIDTH = 64
 """The width up to which tied logits have the factor d_model ** -0.5; above it, the factor is 8 / d_model."""
 
-LATER = {"since": "0.2"}
-"""Marks a setting that the first release lacks. At its default, the setting does not change the key of a trial."""
-
-Layer: TypeAlias = str | Mapping[str, Any]
-
-MOST = {
-    "vocab_size": 2**24,
-    "d_model": 2**16,
-    "layers": 1000,
-    "heads": 2**12,
-    "key_dim": 2**16,
-    "conv": 2**10,
-    "qk_heads": 2**12,
-    "kv_heads": 2**12,
-    "rope_dim": 2**16,
-    "q_rank": 2**16,
-    "kv_rank": 2**16,
-    "gate_rank": 2**16,
-    "mlp_width": 2**20,
-    "base_width": 2**16,
-    "experts.count": 2**12,
-    "experts.width": 2**20,
-    "window": 2**31 - 1,
-    "chunk_size": 2**16,
-}
-"""The largest value of each whole number of a model. No published model comes near any of them.
-
-The largest value of `layers` also bounds the number of blocks.
-"""
 MOST_EXPANDED = 256
 """The largest value of `ModelSpec.expand_v`."""
+
+LATER = {"since": "0.2"}
+"""Marks a setting that the first release lacks. At its default, the setting does not change the key of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,11 +170,11 @@ class ModelSpec:
     def __post_init__(self) -> None:
         self._without_idle()
         for name in ("vocab_size", "d_model", "heads", "chunk_size"):
-            _whole(name, getattr(self, name), least=1)
+            whole(name, getattr(self, name), least=1)
         for name in ("conv", "window", "attention_residuals"):
-            _whole(name, getattr(self, name), least=0)
+            whole(name, getattr(self, name), least=0)
         if self.key_dim is not None:
-            _whole("key_dim", self.key_dim, least=1)
+            whole("key_dim", self.key_dim, least=1)
         elif self.d_model % self.heads:
             raise InputError(f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim")
         for name in ("qk_norm", "token_shift", "low_rank_bias", "conv_bias", "skip", "mlp", "tie_embeddings"):
@@ -268,13 +200,13 @@ class ModelSpec:
         if self.block == "mamba":
             object.__setattr__(self, "mlp", False)  # such a block has no MLP that a study could ablate
         if isinstance(self.layers, list | tuple | Mapping):
-            object.__setattr__(self, "layers", self._listed())
+            object.__setattr__(self, "layers", listed(self.layers, self.make_rule().name))
         else:
-            _whole("layers", self.layers, least=1)
+            whole("layers", self.layers, least=1)
         self._check_attention()
         name = self.make_rule().name
         if self.beside is not None:
-            object.__setattr__(self, "beside", _beside(self.beside, name))
+            object.__setattr__(self, "beside", beside_layer(self.beside, name))
             self.second()
         if not isinstance(self.layers, int):
             # The first layer has no value residual, so that its kind is checked again where another layer has it.
@@ -485,7 +417,7 @@ class ModelSpec:
             count = getattr(self, name)
             if count is None:
                 continue
-            _whole(name, count, least=1)
+            whole(name, count, least=1)
             if self.heads % count:
                 raise InputError(f"model.{name} must divide heads {self.heads}, not be {count}")
         if self.kv_heads not in (None, self.heads) and self.own_qk_heads < self.heads:
@@ -504,7 +436,7 @@ class ModelSpec:
             raise InputError(f"model.rope turns pairs of channels: key_dim must be even, not {key_dim}")
         for name in ("rope_dim", "q_rank", "kv_rank"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), least=1)
+                whole(name, getattr(self, name), least=1)
         sizes = {
             "heads": self.heads,
             "own_heads": min(self.own_qk_heads, self.kv_heads or self.heads),
@@ -526,7 +458,7 @@ class ModelSpec:
             plain = {"none": False, "rms": True, "sigmoid": True}
             object.__setattr__(self, name, plain.get(kind, kind))
         if self.gate_rank is not None:
-            _whole("gate_rank", self.gate_rank, least=0)
+            whole("gate_rank", self.gate_rank, least=0)
             if self.output_gate is False:
                 raise InputError("model.gate_rank has no effect without output_gate: say null, or a kind of gate")
         if str(self.output_gate).endswith("before_norm") and self.output_norm is False:
@@ -545,33 +477,20 @@ class ModelSpec:
                 raise InputError(f"model.{name} must be a positive number, not {value!r}")
             object.__setattr__(self, name, float(value))
         if self.base_width is not None:
-            _whole("base_width", self.base_width, least=1)
+            whole("base_width", self.base_width, least=1)
         if self.conv_bias and not self.conv:
             raise InputError("model.conv_bias has no effect with conv 0: leave it out")
         self._check_canon()
         self._check_experts()
         if self.mlp_width is not None:
-            _whole("mlp_width", self.mlp_width, least=1)
+            whole("mlp_width", self.mlp_width, least=1)
             if not self.mlp or self.block == "mamba":
                 raise InputError("model.mlp_width has no effect without an MLP")
 
     def _check_experts(self) -> None:
         if self.experts is None:
             return
-        if not isinstance(self.experts, Mapping):
-            raise InputError(f"model.experts must be {{{', '.join(EXPERTS)}}}, or null, not {self.experts!r}")
-        for key in self.experts:
-            if key not in EXPERTS:
-                raise unknown("key", key, EXPERTS, where="model.experts")
-        given = {**EXPERTS, **self.experts}
-        for name, least in (("count", 2), ("top", 2), ("shared", 0), ("width", 1)):
-            if name != "width" or given[name] is not None:
-                _whole(f"experts.{name}", given[name], least=least)
-        if given["top"] > given["count"]:
-            raise InputError(f"model.experts.top must be at most count {given['count']}, not {given['top']}")
-        balance = given["balance"]
-        if isinstance(balance, bool) or not isinstance(balance, int | float) or not 0 <= balance <= 1:
-            raise InputError(f"model.experts.balance must be a number from 0 to 1, not {balance!r}")
+        given = experts_in_full(self.experts)
         if not self.mlp or self.block == "mamba":
             raise InputError("model.experts has no effect without an MLP")
         if "D" in self.canon:
@@ -579,30 +498,13 @@ class ModelSpec:
         if given["width"] is not None and self.mlp_width is not None:
             raise InputError("model.mlp_width has no effect with model.experts.width: leave one of them out")
         # One model has one form.
-        object.__setattr__(self, "experts", {**given, "balance": float(balance)})
+        object.__setattr__(self, "experts", given)
 
     def _check_values(self) -> None:
         if self.value_residual is None:
             return
-        if not isinstance(self.value_residual, Mapping):
-            raise InputError(
-                f"model.value_residual must be {{{', '.join(VALUES)}}}, or null, not {self.value_residual!r}"
-            )
-        for key in self.value_residual:
-            if key not in VALUES:
-                raise unknown("key", key, VALUES, where="model.value_residual")
-        given = {**VALUES, **self.value_residual}
-        if not isinstance(given["learned"], bool):
-            raise InputError(f"model.value_residual.learned must be true or false, not {given['learned']!r}")
-        for key in ("first", "own"):
-            share = given[key]
-            if isinstance(share, bool) or not isinstance(share, int | float) or not abs(share) < 1e6:
-                raise InputError(f"model.value_residual.{key} must be a number, not {share!r}")
-            given[key] = float(share)
-        if not given["learned"] and given["first"] == 0:
-            raise InputError("model.value_residual.first 0 that is not learned mixes nothing: leave value_residual out")
         # One model has one form.
-        object.__setattr__(self, "value_residual", given)
+        object.__setattr__(self, "value_residual", shares_in_full(self.value_residual))
         of_first = None
         alike = isinstance(self.layers, int) and not self.attention
         for i, block in enumerate([self] if alike else map(self.at, range(self.depth))):
@@ -622,18 +524,14 @@ class ModelSpec:
                 )
 
     def _check_canon(self) -> None:
-        if not isinstance(self.canon, list | tuple):
-            raise InputError(f"model.canon must be a list of {', '.join(CANONS)}, not {self.canon!r}")
-        for place in map(str, self.canon):
-            if place not in CANONS:
-                raise unknown("place", place, CANONS, where="model.canon")
-            if place == "B" and isinstance(self.make_rule(), OwnModule):
-                raise InputError("model.canon B stands on q, k and v of a rule, which a module does not have")
-            if place in "CD" and (not self.mlp or self.block == "mamba"):
-                raise InputError(f"model.canon {place} has no effect without an MLP")
-        if len(set(self.canon)) < len(self.canon):
-            raise InputError(f"model.canon {', '.join(self.canon)} names a place twice: a block has one of each")
-        object.__setattr__(self, "canon", tuple(place for place in CANONS if place in self.canon))
+        places = places_in_order(self.canon)
+        if "B" in places and isinstance(self.make_rule(), OwnModule):
+            raise InputError("model.canon B stands on q, k and v of a rule, which a module does not have")
+        if without := next(
+            (place for place in places if place in "CD" and (not self.mlp or self.block == "mamba")), None
+        ):
+            raise InputError(f"model.canon {without} has no effect without an MLP")
+        object.__setattr__(self, "canon", places)
 
     def _check_attention(self) -> None:
         if not isinstance(self.layers, int):
@@ -662,112 +560,3 @@ class ModelSpec:
                     raise InputError(f"model.attention names layer {layer!r}; there are 0 to {self.depth - 1}")
         if self.window and not self.attention:
             raise InputError("model.window has no effect without attention layers")
-
-    def _listed(self) -> tuple[Layer, ...]:
-        """Returns the entries of `layers` one by one, with all knobs, so that equal models have equal entries."""
-        name = self.make_rule().name
-        entries = tuple(_entry(entry, name, OF_A_BLOCK) for entry in _repeated(self.layers, "model.layers"))
-        if RULE not in map(_name, entries):
-            raise InputError(
-                f"model.layers: rule '{name}' stands in no layer; list `{RULE}`, which is the model's rule, or '{name}'"
-            )
-        return entries
-
-
-def _name(entry: Layer) -> str:
-    return entry if isinstance(entry, str) else str(entry["name"])
-
-
-def _repeated(layers: object, where: str) -> list[object]:
-    """Returns the entries of a list of layers, with each pattern written out as often as it repeats."""
-    if isinstance(layers, Mapping):
-        layers = [layers]
-    if not isinstance(layers, list | tuple) or not layers:
-        raise InputError(f"{where} must list at least one layer, not {layers!r}")
-    entries: list[object] = []
-    for entry in layers:
-        if not isinstance(entry, Mapping) or "name" in entry:
-            entries.append(entry)
-            continue
-        if "module" in entry:
-            entries.append(as_rule(entry, where))
-            continue
-        for key in entry:
-            if key not in ("repeat", "pattern"):
-                raise unknown("key", key, ("name", "module", "repeat", "pattern"), where=where)
-        if "pattern" not in entry:
-            raise InputError(f"{where}: {{repeat: n}} needs pattern: [layer, ...]")
-        _whole("layers repeat", entry.get("repeat", 1), least=1)
-        pattern = _repeated(entry["pattern"], f"{where} pattern")
-        _few_blocks(len(entries) + entry.get("repeat", 1) * len(pattern))
-        entries += entry.get("repeat", 1) * pattern
-    _few_blocks(len(entries))
-    return entries
-
-
-def _few_blocks(count: int) -> None:
-    if count > MOST["layers"]:
-        raise InputError(f"model.layers lists {count:,} blocks; a model has at most {MOST['layers']:,}")
-
-
-def _entry(entry: object, rule_name: str, allowed: tuple[str, ...]) -> Layer:
-    """Returns an entry of `layers` in its only form, so that equal entries are equal values.
-
-    An entry for the model's own rule, whose name is `rule_name`, becomes `rule` if it changes no knob and no setting.
-    `allowed` are the settings that it may change.
-    """
-    if isinstance(entry, str):
-        entry = {"name": entry}
-    if not isinstance(entry, Mapping) or not isinstance(entry["name"], str):
-        raise InputError(f"model.layers: a layer is a rule's name or {{name: ..., knob: ...}}, not {entry!r}")
-    settings = entry.get("layer") or {}
-    knobs = {key: value for key, value in entry.items() if key != "layer"}
-    if not isinstance(settings, Mapping):
-        raise InputError(f"model.layers: layer takes {{setting: ...}}, not {settings!r}")
-    for key in settings:
-        if key not in allowed:
-            raise unknown("setting of a layer", key, allowed, where="model.layers")
-    if "@" in entry["name"]:
-        # Import late, as in `ModelSpec.of`.
-        from deltalab.models.published import written_out
-
-        knobs, settings = written_out(knobs, settings)
-    if settings.get("beside") is not None:
-        settings = {**settings, "beside": _beside(settings["beside"], rule_name)}
-    name = knobs.pop("name")
-    of_mixer = [key for key in settings if key in OF_A_LAYER]
-    if of_mixer and is_path(name) and isinstance(get_rule(name, **knobs), OwnModule):
-        raise InputError(f"model.layers: module '{name}' has no {of_mixer[0]} of a layer: give it kwargs")
-    settings = {"layer": dict(settings)} if settings else {}
-    if name == RULE and knobs:
-        raise InputError(f"model.layers: `{RULE}` is the model's rule with its knobs, and takes no {next(iter(knobs))}")
-    if name == RULE or (name == rule_name and not knobs):
-        return {"name": RULE, **settings} if settings else RULE
-    try:
-        for key in knobs:
-            if key in allowed and key not in get_rule(name).options():
-                raise InputError(f"{key} is a setting of the layer: say {{name: {name}, layer: {{{key}: ...}}}}")
-        return {**get_rule(name, **knobs).spec(), **settings}
-    except InputError as error:
-        raise InputError(f"model.layers: {error}") from None
-
-
-def _beside(entry: object, rule_name: str) -> Layer:
-    """Returns the mixer beside a rule in its only form."""
-    if isinstance(entry, Mapping) and "module" in entry:
-        entry = as_rule(entry, "model.beside")
-    if not isinstance(entry, str) and not (isinstance(entry, Mapping) and isinstance(entry.get("name"), str)):
-        raise InputError(f"model.beside must be a rule's name, {{name: ..., knob: ...}} or a module, not {entry!r}")
-    if isinstance(entry, Mapping) and "beside" in (entry.get("layer") or {}):
-        raise InputError("model.beside: a third mixer does not go beside two")
-    try:
-        return _entry(entry, rule_name, OF_A_LAYER)
-    except InputError as error:
-        raise InputError(str(error).replace("model.layers", "model.beside")) from None
-
-
-def _whole(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"model.{name} must be a whole number of at least {least}, not {value!r}")
-    if value > (most := MOST.get(name, MOST["layers"])):
-        raise InputError(f"model.{name} must be at most {most:,}, not {value:,}")

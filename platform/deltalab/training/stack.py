@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, places
-from deltalab.models.module_layer import ModuleLayer
+from deltalab.models.parts.module_layer import ModuleLayer
 from deltalab.ops.backends import automatic
 from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.tasks import IGNORE

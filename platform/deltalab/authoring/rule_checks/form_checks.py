@@ -36,7 +36,7 @@ from deltalab.authoring.rule_checks.rule_runs import (
     square,
     started,
 )
-from deltalab.models.layer import LayerCache
+from deltalab.models.parts.cache import LayerCache
 from deltalab.ops import reference
 from deltalab.ops.backends import lacks_triton
 from deltalab.ops.scan import operands

@@ -33,7 +33,8 @@ from deltalab.authoring.rule_checks.rule_runs import (
     weighted,
 )
 from deltalab.errors import InputError
-from deltalab.models.layer import Gates, RuleLayer, Vectors
+from deltalab.models.layer import RuleLayer
+from deltalab.models.parts.gates import Gates, Vectors
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.scan import operands
 from deltalab.rule import Option, UpdateRule

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import BaseLogger
 
 from deltalab.data.token_shards import Packed
-from deltalab.models.layer import shard_gates
 from deltalab.models.model import Model, head_loss, parameter_groups
 from deltalab.models.parts.experts import idle_parameters
+from deltalab.models.parts.gates import shard_gates
 from deltalab.models.start import initialize
 from deltalab.training.muon import MuonWithAdamW
 from deltalab.training.recipe_keys import micro_batch, rate_factor

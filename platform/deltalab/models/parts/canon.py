@@ -1,8 +1,15 @@
 """The taps of canon layers: causal convolutions of four tokens for each channel, beside the input itself."""
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from deltalab.errors import InputError, unknown
+
+CANONS: tuple[Literal["A", "B", "C", "D"], ...] = ("A", "B", "C", "D")
+"""The places of canon layers in a block."""
 
 CANON = 4
 """The tokens that a canon layer reads."""
@@ -30,3 +37,15 @@ def before_convolution(canon: Tensor, conv: Tensor | None) -> Tensor:
         return beside.flip(0)
     parts = [F.pad(tap * conv, (0, 0, CANON - 1 - back, back)) for back, tap in enumerate(beside)]
     return torch.stack(parts).sum(0)
+
+
+def places_in_order(setting: object) -> tuple[Literal["A", "B", "C", "D"], ...]:
+    """Returns `ModelSpec.canon` in the order of `CANONS`; raises `InputError` if it lists no different places."""
+    if not isinstance(setting, list | tuple):
+        raise InputError(f"model.canon must be a list of {', '.join(CANONS)}, not {setting!r}")
+    for place in map(str, setting):
+        if place not in CANONS:
+            raise unknown("place", place, CANONS, where="model.canon")
+    if len(set(setting)) < len(setting):
+        raise InputError(f"model.canon {', '.join(setting)} names a place twice: a block has one of each")
+    return tuple(place for place in CANONS if place in setting)

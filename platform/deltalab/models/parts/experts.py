@@ -1,10 +1,18 @@
 """A mixture of experts in place of a block's MLP."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltalab.errors import InputError, unknown
+from deltalab.models.parts.limits import whole
 from deltalab.models.start import Matrices, linear
+
+EXPERTS: dict[str, Any] = {"count": 8, "top": 2, "shared": 1, "width": None, "balance": 0.01}
+"""The keys of `ModelSpec.experts`, with their defaults."""
 
 
 class Experts(nn.Module):
@@ -87,3 +95,22 @@ class Experts(nn.Module):
 def idle_parameters(model: nn.Module) -> int:
     """Returns the number of parameters of experts that a token does not use."""
     return sum(part.idle for part in model.modules() if isinstance(part, Experts))
+
+
+def experts_in_full(setting: object) -> dict[str, Any]:
+    """Returns `ModelSpec.experts` with all its keys; raises `InputError` if it describes no mixture of experts."""
+    if not isinstance(setting, Mapping):
+        raise InputError(f"model.experts must be {{{', '.join(EXPERTS)}}}, or null, not {setting!r}")
+    for key in setting:
+        if key not in EXPERTS:
+            raise unknown("key", key, EXPERTS, where="model.experts")
+    given = {**EXPERTS, **setting}
+    for name, least in (("count", 2), ("top", 2), ("shared", 0), ("width", 1)):
+        if name != "width" or given[name] is not None:
+            whole(f"experts.{name}", given[name], least=least)
+    if given["top"] > given["count"]:
+        raise InputError(f"model.experts.top must be at most count {given['count']}, not {given['top']}")
+    balance = given["balance"]
+    if isinstance(balance, bool) or not isinstance(balance, int | float) or not 0 <= balance <= 1:
+        raise InputError(f"model.experts.balance must be a number from 0 to 1, not {balance!r}")
+    return {**given, "balance": float(balance)}

@@ -1,8 +1,15 @@
 """What a layer's values have of the first layer's."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
+from deltalab.errors import InputError, unknown
 from deltalab.models.start import Given, Started
+
+VALUES: dict[str, Any] = {"first": 0.5, "own": 0.5, "learned": True}
+"""The keys of `ModelSpec.value_residual`, with their defaults."""
 
 
 class ValueResidual(Started):
@@ -30,3 +37,23 @@ class ValueResidual(Started):
         """
         of_first, own = self.share
         return (own * v + of_first * first).to(v.dtype)
+
+
+def shares_in_full(setting: object) -> dict[str, Any]:
+    """Returns `ModelSpec.value_residual` with all its keys; raises `InputError` if it mixes no values."""
+    if not isinstance(setting, Mapping):
+        raise InputError(f"model.value_residual must be {{{', '.join(VALUES)}}}, or null, not {setting!r}")
+    for key in setting:
+        if key not in VALUES:
+            raise unknown("key", key, VALUES, where="model.value_residual")
+    given = {**VALUES, **setting}
+    if not isinstance(given["learned"], bool):
+        raise InputError(f"model.value_residual.learned must be true or false, not {given['learned']!r}")
+    for key in ("first", "own"):
+        share = given[key]
+        if isinstance(share, bool) or not isinstance(share, int | float) or not abs(share) < 1e6:
+            raise InputError(f"model.value_residual.{key} must be a number, not {share!r}")
+        given[key] = float(share)
+    if not given["learned"] and given["first"] == 0:
+        raise InputError("model.value_residual.first 0 that is not learned mixes nothing: leave value_residual out")
+    return given

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deltalab.models.spec import OF_A_MIXER
+from deltalab.models.layer_list import OF_A_MIXER
 from deltalab.own_module import is_path
 
 

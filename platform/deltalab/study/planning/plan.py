@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from deltalab.errors import InputError
 from deltalab.models.costs import CostCounter
-from deltalab.models.spec import LATER, RULE, TIED_WIDTH, ModelSpec
+from deltalab.models.layer_list import RULE
+from deltalab.models.spec import LATER, TIED_WIDTH, ModelSpec
 from deltalab.registry import rule_plugin, task_plugin
 from deltalab.statistics.joint_test import ALPHA
 from deltalab.study.planning.matching import Bounded, Matcher

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltalab.errors import InputError
-from deltalab.models.layer import CacheSize, LayerCache
+from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.start import Remade, remade
 from deltalab.ops.packing import Sequences
 from deltalab.ops.scan import joined
