@@ -153,6 +153,7 @@ def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:
         for name in (
             "elementwise",
             "fast_weights",
+            "gate",
             "gates",
             "long_convolution",
             "nonlinear",
