@@ -1,20 +1,27 @@
 """Reads a Python file that makes configurations, by its syntax tree. None of its code runs."""
 
 import ast
-import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deltalab.authoring.imports.config_functions import (
+    MOST_ITEMS,
+    OF_ITEMS,
+    OF_TEXT,
+    OF_VALUES,
+    OPERATORS,
+    SIGNS,
+    TooLarge,
+    as_text,
+    listed,
+)
 from deltalab.errors import InputError
 from deltalab.reading import LARGEST, MOST_DEPTH, MOST_LETTERS, read_text
 
 MOST_STEPS = 1_000_000
 """The statements, expressions and copied items that a file may take. A stranger's file may loop forever."""
-MOST_ITEMS = 100_000
-"""The items that a list may have."""
 MOST_CALLS = 40
 """How deep functions may call each other."""
 
@@ -57,94 +64,6 @@ class _Next(Exception):
         self.ends = ends
 
 
-class _TooLarge(Exception):
-    """A value that is larger than the limits."""
-
-
-def _listed(items: Iterable[Any]) -> list[Any]:
-    if isinstance(items, Sized) and len(items) > MOST_ITEMS:
-        raise _TooLarge(f"makes a list of over {MOST_ITEMS:,} items")
-    return list(items)
-
-
-def _linspace(start: float, stop: float, num: int = 50) -> list[float]:
-    return [start + (stop - start) * i / max(num - 1, 1) for i in _listed(range(num))]
-
-
-def _logspace(start: float, stop: float, num: int = 50) -> list[float]:
-    return [10**exponent for exponent in _linspace(start, stop, num)]
-
-
-def _times(a: Any, b: Any) -> Any:
-    for many, count in ((a, b), (b, a)):
-        if isinstance(many, str | list | tuple) and isinstance(count, int) and len(many) * count > MOST_ITEMS:
-            raise _TooLarge(f"makes a value of over {MOST_ITEMS:,} items")
-    return a * b
-
-
-def _modulo(a: Any, b: Any) -> Any:
-    if isinstance(a, str):
-        raise TypeError("the format of a text is not read")
-    return a % b
-
-
-def _power(a: Any, b: Any) -> Any:
-    if abs(b) > 64:
-        raise _TooLarge("makes a power above 64")
-    return a**b
-
-
-def _rounded(x: float, digits: int | None = None) -> float:
-    return round(x) if digits is None else round(x, max(-20, min(20, digits)))
-
-
-def _as_text(value: object = "") -> str:
-    if value is not None and not isinstance(value, str | int | float):
-        raise TypeError("the text of a list or an object is not read")
-    return str(value)
-
-
-def _product(*lists: Any) -> list[tuple[Any, ...]]:
-    if len(lists) > 16 or math.prod(map(len, lists)) > MOST_ITEMS:
-        raise _TooLarge(f"makes a list of over {MOST_ITEMS:,} items")
-    found: list[tuple[Any, ...]] = [()]
-    for items in lists:
-        found = [(*before, item) for before in found for item in items]
-    return found
-
-
-def _replaced(text: str, old: str, new: str) -> str:
-    if len(new) * (len(text) + 1) > MOST_LETTERS:
-        raise _TooLarge(f"makes a text of over {MOST_LETTERS:,} letters")
-    return text.replace(old, new)
-
-
-_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _times, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: _modulo, ast.Pow: _power, ast.Eq: operator.eq, ast.NotEq: operator.ne,
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_,
-    ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
-}  # fmt: skip
-_SIGNS: Mapping[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
-_OF_ITEMS: Mapping[str, Callable[..., Any]] = {
-    "enumerate": lambda items, start=0: list(enumerate(items, start)), "len": len, "list": lambda items=(): list(items),
-    "np.array": list, "range": lambda *given: _listed(range(*given)), "reversed": lambda items: list(reversed(items)),
-    "tuple": lambda items=(): tuple(items), "zip": lambda *lists: list(zip(*lists, strict=False)),
-    "itertools.product": _product,
-}  # fmt: skip
-"""The functions that take items as they are."""
-_OF_VALUES: Mapping[str, Callable[..., Any]] = {
-    "abs": abs, "all": all, "any": any, "bool": bool, "float": float, "int": int, "max": max, "min": min,
-    "np.linspace": _linspace, "np.logspace": _logspace, "np.log2": math.log2, "np.sqrt": math.sqrt,
-    "math.log2": math.log2, "math.sqrt": math.sqrt, "round": _rounded, "set": lambda x=(): list(dict.fromkeys(x)),
-    "sorted": lambda items, reverse=False: sorted(items, reverse=reverse), "str": _as_text,
-    "sum": lambda items: sum(items),
-}  # fmt: skip
-"""The functions that read the values of items, too."""
-_OF_TEXT: Mapping[str, Callable[..., Any]] = {
-    "endswith": str.endswith, "lower": str.lower, "replace": _replaced, "split": str.split,
-    "startswith": str.startswith, "strip": str.strip, "upper": str.upper,
-}  # fmt: skip
 _KINDS = (bool, int, float, str, list, tuple, dict, slice, Made, Unread, type(None))
 
 
@@ -176,7 +95,7 @@ class ConfigText:
             self._weigh(self.values.get("configs"), ast.Pass())
         except RecursionError:
             raise InputError(f"{file}: nests too deep to be read") from None
-        except _TooLarge as error:
+        except TooLarge as error:
             raise InputError(f"{file}: {error}") from None
         except (_Return, _Next):
             raise InputError(f"{file}: no Python: a return or a break that stands outside") from None
@@ -204,7 +123,7 @@ class ConfigText:
             part, depth = waiting.pop()
             self._count(node)
             if depth > MOST_DEPTH:
-                raise _TooLarge(f"nests values over {MOST_DEPTH} deep")
+                raise TooLarge(f"nests values over {MOST_DEPTH} deep")
             waiting += [(inner, depth + 1) for inner in _parts(part)]
 
     # --- statements -----------------------------------------------------------------------------------------
@@ -214,7 +133,7 @@ class ConfigText:
             self._count(node)
             try:
                 self._statement(node, names)
-            except (_Return, _Next, _TooLarge, InputError, RecursionError):
+            except (_Return, _Next, TooLarge, InputError, RecursionError):
                 raise
             except Exception as error:
                 self._note(f"{self._place(node)}: a statement that is not read: {type(error).__name__}: {error}")
@@ -321,7 +240,7 @@ class ConfigText:
             value = self._read(node, names)
         except (_Return, _Next, InputError, RecursionError):
             raise
-        except _TooLarge as error:
+        except TooLarge as error:
             raise InputError(f"{self._place(node)}: {error}") from None
         except Exception as error:
             return self._unread(node, f"`{ast.unparse(node)[:60]}`: {type(error).__name__}: {str(error)[:100]}")
@@ -342,7 +261,7 @@ class ConfigText:
         return value
 
     def _copied(self, items: Any, node: ast.AST) -> list[Any]:
-        found = _listed(items)
+        found = listed(items)
         self._count(node, len(found))
         return found
 
@@ -375,7 +294,7 @@ class ConfigText:
             return self._applied(node, node.op, self._value(node.left, names), self._value(node.right, names))
         if isinstance(node, ast.UnaryOp):
             value = self._value(node.operand, names)
-            return value if isinstance(value, Unread) else _SIGNS[type(node.op)](value)
+            return value if isinstance(value, Unread) else SIGNS[type(node.op)](value)
         if isinstance(node, ast.BoolOp):
             for part in node.values:
                 value = self._value(part, names)
@@ -434,13 +353,13 @@ class ConfigText:
             value = self._value(part.value if isinstance(part, ast.FormattedValue) else part, names)
             if isinstance(value, Unread):
                 return value
-            parts.append(_as_text(value))
+            parts.append(as_text(value))
         return "".join(parts)
 
     def _applied(self, node: ast.AST, op: ast.AST, a: Any, b: Any) -> Any:
         if isinstance(a, Unread) or isinstance(b, Unread):
             return a if isinstance(a, Unread) else b
-        return self._bounded(_OPERATORS[type(op)](a, b), node)
+        return self._bounded(OPERATORS[type(op)](a, b), node)
 
     def _comprehended(
         self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp, names: dict[str, Any]
@@ -498,14 +417,14 @@ class ConfigText:
                 return self._method(holder, node, given, keywords)
         if name == "dict":
             return {**dict(*given), **keywords}
-        if name in _OF_ITEMS or name in _OF_VALUES:
+        if name in OF_ITEMS or name in OF_VALUES:
             values = [*given, *keywords.values()]
             self._count(node, sum(len(value) for value in given if isinstance(value, Sized)))
-            if name in _OF_VALUES:
+            if name in OF_VALUES:
                 values += [item for value in given if isinstance(value, list | tuple) for item in value]
                 self._weigh(given, node)
             unread = next((value for value in values if isinstance(value, Unread)), None)
-            return unread or {**_OF_ITEMS, **_OF_VALUES}[name](*given, **keywords)
+            return unread or {**OF_ITEMS, **OF_VALUES}[name](*given, **keywords)
         made = self._renamed.get(name, name).rpartition(".")[2]
         if made[:1].isupper() and not given:
             return Made(made, keywords)
@@ -530,9 +449,9 @@ class ConfigText:
         if isinstance(holder, dict) and method in ("get", "update", "copy"):
             self._count(node, sum(len(part) for part in (holder, *given) if isinstance(part, Sized)))
             return getattr(holder, method)(*given, **keywords)
-        if isinstance(holder, str) and method in _OF_TEXT:
+        if isinstance(holder, str) and method in OF_TEXT:
             unread = next((value for value in given if isinstance(value, Unread)), None)
-            return unread or _OF_TEXT[method](holder, *given)
+            return unread or OF_TEXT[method](holder, *given)
         return self._unread(node, f"calls {ast.unparse(node.func)[:60]}, which is not read")
 
     def _entered(
