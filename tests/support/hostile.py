@@ -421,9 +421,9 @@ def _child() -> None:
     """Answers each line of words with a line of JSON."""
     out, stdin = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
     from deltalab.cli.app import main
-    from deltalab.study.forecast import estimate
+    from deltalab.study.forecast import arm_times
 
-    estimate.TIMING_SECONDS = 0.0  # one arm of each plan is timed
+    arm_times.TIMING_SECONDS = 0.0  # one arm of each plan is timed
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     print("ready", file=out, flush=True)
     for line in iter(stdin.readline, ""):

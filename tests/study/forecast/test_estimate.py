@@ -13,8 +13,8 @@ import deltalab
 from deltalab.models.costs import CostCounter
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
+from deltalab.study.forecast import arm_times, step_time
 from deltalab.study.forecast import estimate as estimates
-from deltalab.study.forecast import step_time
 from deltalab.study.forecast.estimate import Effect, Estimate, estimate
 from deltalab.study.forecast.step_time import Training, gpu_rates, gpu_step
 from deltalab.study.planning.make import make_plan
@@ -101,7 +101,7 @@ def test_equal_blocks_are_counted_once() -> None:
 def test_arms_are_timed_while_the_time_for_it_lasts(
     seconds: float, timed: int, trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimates, "TIMING_SECONDS", seconds)
+    monkeypatch.setattr(arm_times, "TIMING_SECONDS", seconds)
     found = estimate(planned("mqar_capacity"))
     assert len(trainers) == timed
     assert all(arm.seconds is not None and arm.seconds > 0 for arm in found.arms)
@@ -111,7 +111,7 @@ def test_arms_are_timed_while_the_time_for_it_lasts(
 
 @pytest.mark.slow
 def test_one_arm_of_each_rule_is_timed_first(trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "TIMING_SECONDS", 1e9)
+    monkeypatch.setattr(arm_times, "TIMING_SECONDS", 1e9)
     estimate(planned("mqar_capacity"))
     names = [model.make_rule().name for model in trainers]
     assert names[:3] == ["deltanet", "linear_attention", "mamba2"]
@@ -225,7 +225,7 @@ def test_a_model_that_fails_is_named_with_its_arm(monkeypatch: pytest.MonkeyPatc
 
     patched: list[tuple[Any, str, Callable[..., Any]]] = [
         (CostCounter, "costs", fails),
-        (estimates, "timed_step", fails),
+        (arm_times, "timed_step", fails),
     ]
     for owner, name, planted in patched:
         with monkeypatch.context() as patch:
