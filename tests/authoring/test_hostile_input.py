@@ -17,8 +17,9 @@ from deltalab.errors import InputError
 from deltalab.models import costs
 from deltalab.models import spec as model
 from deltalab.reading import read_json, read_yaml
-from deltalab.study.specs import ladder_sizes, method_settings, search_space
+from deltalab.study.specs import method_settings
 from deltalab.study.specs import study_file as study
+from deltalab.study.specs.sections import ladder_sizes, search_space
 from deltalab.tasks import corpus, task
 from deltalab.training import spec as training
 

@@ -10,7 +10,7 @@ from tests.support.search_ledger import record_search
 
 from deltalab.store import Store
 from deltalab.study.answers import importance
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.search_space import Search
 from deltalab_dashboard.charts.candidates import (
     CandidateTable,
     by_all_settings,

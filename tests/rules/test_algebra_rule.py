@@ -30,7 +30,7 @@ from deltalab.rule import UpdateRule
 from deltalab.store import Store
 from deltalab.study.reports.rule_from_search import found_rule
 from deltalab.study.running.run import run_study_file
-from deltalab.study.specs.search_space import combinations
+from deltalab.study.specs.sections.search_space import combinations
 from deltalab.study.specs.study_file import load_study
 from deltalab_rules.algebra import OUTSIDE, POINTS
 

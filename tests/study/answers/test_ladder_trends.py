@@ -20,7 +20,7 @@ from deltalab.statistics.pairs import Pairs
 from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.answers.ladder_trends import ArmLadder, Fit, fit, predict, slopes, verdict
 from deltalab.study.reports.report import Report, report
-from deltalab.study.specs.ladder_sizes import Ladder
+from deltalab.study.specs.sections.ladder_sizes import Ladder
 
 Array = NDArray[np.float64]
 WIDTHS = (16, 32, 64, 128)

@@ -17,7 +17,7 @@ from deltalab.study.planning.tuning_candidates import MOST_DRAWN, RANDOM_FROM
 from deltalab.study.reports.report import Report, report
 from deltalab.study.reports.search_sections import sections
 from deltalab.study.searching.results import at_chance
-from deltalab.study.specs.budget import Objective
+from deltalab.study.specs.sections.budget import Objective
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.matching import _amounts_near
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.running.run import arm_records
-from deltalab.study.specs.budget import Match
 from deltalab.study.specs.json_schema import schema
+from deltalab.study.specs.sections.budget import Match
 from deltalab.study.specs.study_file import load_study
 
 STUDY: dict[str, Any] = {

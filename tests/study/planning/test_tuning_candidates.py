@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deltalab.errors import InputError
 from deltalab.study.planning import tuning_candidates
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN, beyond, edge, spread_candidates
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.search_space import Search
 
 LR = Search(log_uniform=(1e-3, 1e-1))
 CLIP = Search(uniform=(0.5, 2))

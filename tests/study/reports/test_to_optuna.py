@@ -16,7 +16,7 @@ from deltalab.errors import InputError
 from deltalab.store import Store
 from deltalab.study.reports.to_optuna import distribution, export_optuna
 from deltalab.study.searching.results import candidate_results
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.search_space import Search
 
 LOW, LAST = "s, train.steps 20", "s, train.steps 60"
 

@@ -22,7 +22,7 @@ from deltalab.study.running.run import run_study_file
 from deltalab.study.searching import evolution, proposers
 from deltalab.study.searching.results import candidate_results
 from deltalab.study.searching.rivals import Rivals
-from deltalab.study.specs.budget import Searching
+from deltalab.study.specs.sections.budget import Searching
 from deltalab.study.specs.study_file import load_study
 
 STUDY: dict[str, Any] = {

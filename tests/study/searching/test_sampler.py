@@ -9,7 +9,7 @@ from deltalab.study.searching import mixed_draws, sampler
 from deltalab.study.searching.mixed_draws import AT_RANDOM, STALLED, MixedDraws
 from deltalab.study.searching.phase import begin_draws
 from deltalab.study.searching.sampler import OptunaStudy
-from deltalab.study.specs.budget import Searching
+from deltalab.study.specs.sections.budget import Searching
 
 SPACE: dict[str, Any] = {
     "rule": {"choice": ["gla", {"name": "comba", "transition": "iplr"}, "mamba2"]},

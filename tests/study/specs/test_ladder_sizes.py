@@ -9,8 +9,8 @@ from deltalab.errors import InputError
 from deltalab.study.forecast.estimate import estimate
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
-from deltalab.study.specs.ladder_sizes import task_of
 from deltalab.study.specs.recorded_study import RecordedSpec
+from deltalab.study.specs.sections.ladder_sizes import task_of
 from deltalab.study.specs.study_file import load_study
 
 LADDER: dict[str, Any] = {

@@ -19,9 +19,9 @@ from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Infeasible, Plan
 from deltalab.study.planning.warm_starts import named_candidates, recorded_candidates
 from deltalab.study.running.run import arm_records
-from deltalab.study.specs.budget import Bound, Match, Objective, Searching
 from deltalab.study.specs.json_schema import schema
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import Bound, Match, Objective, Searching
+from deltalab.study.specs.sections.search_space import Search
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers.train_stack import execute, failed
 

@@ -29,8 +29,8 @@ from deltalab.statistics.pairs import Contrast, Pairs
 from deltalab.statistics.seed_choice import Scores
 from deltalab.store import Arm
 from deltalab.study.answers.recorded_scores import RecordedScores
-from deltalab.study.specs.ladder_sizes import PARAMETERS, learning_rates_text
 from deltalab.study.specs.recorded_study import RecordedTask
+from deltalab.study.specs.sections.ladder_sizes import PARAMETERS, learning_rates_text
 
 Array = NDArray[np.float64]
 Verdict = Literal["holds", "shrinks", "reverses", "not decidable"]

@@ -13,8 +13,8 @@ from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.study.answers.recorded_scores import RecordedScores, current
 from deltalab.study.planning.tuning_candidates import trial_name
 from deltalab.study.searching.results import CandidateResult, at_chance, objective_point, objective_scores
-from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.recorded_study import RecordedSpec, RecordedTask, recorded_tasks
+from deltalab.study.specs.sections.budget import COSTS, Objective, Searching
 from deltalab.study.specs.setting_paths import setting
 
 

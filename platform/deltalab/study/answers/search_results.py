@@ -19,9 +19,9 @@ from deltalab.study.answers.importance import FEWEST, METHOD, Importance, import
 from deltalab.study.answers.random_control import Control, compare_with_random, worst_of
 from deltalab.study.answers.search_points import Point, chance_levels, points
 from deltalab.study.searching.results import CandidateResult, candidate_results, halvings, objective_point
-from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
-from deltalab.study.specs.search_space import example_with
+from deltalab.study.specs.sections.budget import COSTS, Objective, Searching
+from deltalab.study.specs.sections.search_space import example_with
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from deltalab.own_module import OwnModule
 from deltalab.study.forecast.figures import ArmCost
 from deltalab.study.forecast.step_time import Training
 from deltalab.study.planning.plan import Plan
-from deltalab.study.specs.ladder_sizes import learning_rates_text
+from deltalab.study.specs.sections.ladder_sizes import learning_rates_text
 from deltalab.study.specs.setting_paths import training_part
 
 MOST_TRIED = 2**25

@@ -10,9 +10,16 @@ from deltalab.errors import InputError
 from deltalab.study.planning.matching import Bounded
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.planning.warm_starts import named_candidates
-from deltalab.study.specs.budget import Searching
 from deltalab.study.specs.method_settings import resolve
-from deltalab.study.specs.search_space import INTEGERS, Search, Space, combinations, count_combinations, example_with
+from deltalab.study.specs.sections.budget import Searching
+from deltalab.study.specs.sections.search_space import (
+    INTEGERS,
+    Search,
+    Space,
+    combinations,
+    count_combinations,
+    example_with,
+)
 from deltalab.study.specs.setting_paths import model_part, setting
 
 MOST_COMBINATIONS = 500

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deltalab.errors import InputError, unknown
-from deltalab.study.specs.ladder_sizes import task_of
+from deltalab.study.specs.sections.ladder_sizes import task_of
 from deltalab.study.specs.study_file import StudySpec
 from deltalab.tasks import IGNORE, Task
 from deltalab.tasks.task import MARGINS

@@ -22,9 +22,9 @@ from deltalab.study.planning.feasibility import check_space
 from deltalab.study.planning.further_metrics import further_metrics
 from deltalab.study.planning.matching import Matcher
 from deltalab.study.planning.plan import Plan, PlannedArm
-from deltalab.study.specs.ladder_sizes import keys_at_fault, tasks_at_sizes
 from deltalab.study.specs.method_settings import FLOPS, resolve, resolve_method, rule_of, with_change, within_flops
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides
+from deltalab.study.specs.sections.ladder_sizes import keys_at_fault, tasks_at_sizes
 from deltalab.study.specs.study_file import MOST_ARMS, Change, Method, StudySpec, load_study
 from deltalab.tasks import Task
 

@@ -14,8 +14,8 @@ from deltalab.models.block import swiglu_width
 from deltalab.models.costs import CostCounter
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule, is_path
-from deltalab.study.specs.budget import Bound, Match
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import Bound, Match
+from deltalab.study.specs.sections.search_space import Search
 from deltalab.study.specs.setting_paths import model_part
 
 WITHIN = 0.02

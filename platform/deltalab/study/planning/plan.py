@@ -16,10 +16,10 @@ from deltalab.registry import rule_plugin, task_plugin
 from deltalab.statistics.joint_test import ALPHA
 from deltalab.study.planning.matching import Bounded, Matcher
 from deltalab.study.planning.tuning_candidates import spread_candidates
-from deltalab.study.specs.budget import Objective, Searching, Tune
-from deltalab.study.specs.ladder_sizes import task_of
 from deltalab.study.specs.method_settings import resolve, with_values, within_flops
-from deltalab.study.specs.search_space import LAYERS, Search, count_combinations
+from deltalab.study.specs.sections.budget import Objective, Searching, Tune
+from deltalab.study.specs.sections.ladder_sizes import task_of
+from deltalab.study.specs.sections.search_space import LAYERS, Search, count_combinations
 from deltalab.study.specs.setting_paths import changes_a_step, model_part, of_training, setting, training_part
 from deltalab.study.specs.study_file import StudySpec
 from deltalab.study.workers.jobs import Job

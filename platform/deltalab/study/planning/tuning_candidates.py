@@ -12,7 +12,7 @@ from typing import Any
 from deltalab.errors import InputError
 from deltalab.store.models import Stage
 from deltalab.study.specs.recorded_study import RecordedSpec
-from deltalab.study.specs.search_space import Search, combinations, count_combinations
+from deltalab.study.specs.sections.search_space import Search, combinations, count_combinations
 
 MOST_DRAWN = 20
 """How many candidates are drawn at most per candidate wanted: some make no model, some are drawn twice."""

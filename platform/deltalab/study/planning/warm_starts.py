@@ -10,10 +10,10 @@ from deltalab.errors import InputError, unknown
 from deltalab.models.layer_list import RULE
 from deltalab.store import Store
 from deltalab.study.planning.plan import Plan
-from deltalab.study.specs.budget import Searching
 from deltalab.study.specs.method_settings import resolve_rule, rule_of, with_values
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
-from deltalab.study.specs.search_space import LAYERS, Search
+from deltalab.study.specs.sections.budget import Searching
+from deltalab.study.specs.sections.search_space import LAYERS, Search
 from deltalab.study.specs.setting_paths import setting
 
 MOST_RECORDED = 0.25

@@ -27,9 +27,9 @@ from deltalab.store import Store
 from deltalab.study.answers.search_points import Point, points
 from deltalab.study.searching.candidate_names import title
 from deltalab.study.searching.results import CandidateResult, candidate_results, objectives_of
-from deltalab.study.specs.budget import Searching
 from deltalab.study.specs.recorded_study import RecordedSpec
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import Searching
+from deltalab.study.specs.sections.search_space import Search
 
 
 @dataclass(frozen=True)

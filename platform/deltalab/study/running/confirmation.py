@@ -16,7 +16,7 @@ from deltalab.study.planning.plan import Infeasible, Plan, PlannedArm
 from deltalab.study.planning.tuning_candidates import beyond, edge
 from deltalab.study.searching.phase import SearchPhase
 from deltalab.study.searching.results import mean_score
-from deltalab.study.specs.budget import Tune
+from deltalab.study.specs.sections.budget import Tune
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 

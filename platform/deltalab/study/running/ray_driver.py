@@ -27,7 +27,7 @@ from deltalab.errors import InputError
 from deltalab.study.running.progress_bars import ProgressBars
 from deltalab.study.running.ray_folders import ray_folder
 from deltalab.study.running.schedule import StackSource
-from deltalab.study.specs.study_file import Resources
+from deltalab.study.specs.sections.resources import Resources
 from deltalab.study.workers.fork_server import search_path
 from deltalab.study.workers.jobs import Job, Lost, record_from_json, stack_to_json
 

@@ -47,8 +47,8 @@ from deltalab.study.running.sharing import (
     weights_folder,
 )
 from deltalab.study.running.weights_at_url import interrupted_stacks, make_worker, runs_at
-from deltalab.study.specs.budget import EVOLUTION
 from deltalab.study.specs.overrides import Overrides
+from deltalab.study.specs.sections.budget import EVOLUTION
 from deltalab.study.workers.jobs import Job, Lost
 from deltalab.study.workers.worker import Worker
 from deltalab.training.train import NUMERICS, hardware

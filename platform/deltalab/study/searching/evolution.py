@@ -13,8 +13,8 @@ from random import Random
 from typing import Any
 
 from deltalab.study.searching.mixed_draws import SECOND, another_value
-from deltalab.study.specs.budget import Searching
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import Searching
+from deltalab.study.specs.sections.search_space import Search
 
 CROSSED = 0.5
 """The share of the children that have two parents."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from deltalab.statistics.pareto import front
 from deltalab.study.searching.sampler import START, OptunaStudy
-from deltalab.study.specs.budget import Sampler, Searching
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import Sampler, Searching
+from deltalab.study.specs.sections.search_space import Search
 
 BY_TPE = 0.4
 """The share of the candidates that TPE draws."""

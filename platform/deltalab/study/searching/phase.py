@@ -39,7 +39,7 @@ from deltalab.study.searching.results import (
 )
 from deltalab.study.searching.rivals import Rivals
 from deltalab.study.searching.sampler import START, OptunaStudy
-from deltalab.study.specs.budget import COSTS, Objective, Searching
+from deltalab.study.specs.sections.budget import COSTS, Objective, Searching
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import infeasible
 

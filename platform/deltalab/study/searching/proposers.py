@@ -30,7 +30,7 @@ from deltalab.authoring.quarantine import quarantined
 from deltalab.errors import InputError, one_line, unknown
 from deltalab.registry import add_plugin, list_rules
 from deltalab.study.searching import evolution
-from deltalab.study.specs.budget import EVOLUTION, Searching
+from deltalab.study.specs.sections.budget import EVOLUTION, Searching
 
 SECONDS = 600.0
 """How long a program may think about one request."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from deltalab.store import Store, TrialRow, TrialSummary
 from deltalab.study.planning.tuning_candidates import MOST_DRAWN, PROPOSED_FROM, RANDOM_FROM, WARM_FROM
 from deltalab.study.searching.halving import Halving, by_lot, going_on, halving
-from deltalab.study.specs.budget import COSTS, Objective, Searching
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
+from deltalab.study.specs.sections.budget import COSTS, Objective, Searching
 
 Drawn = Literal["mixed", "tpe", "nsga2", "nsga3", "gp", "random", "warm", "proposed", "all"]
 """Where a candidate comes from: a sampler, `warm`, a proposer, or the list of all candidates."""

@@ -20,8 +20,8 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from deltalab.statistics.pareto import front
-from deltalab.study.specs.budget import Sampler, Searching
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import Sampler, Searching
+from deltalab.study.specs.sections.search_space import Search
 
 START = 10
 """Candidates that TPE and GP draw at random before they look at results. The control's candidates count among them."""

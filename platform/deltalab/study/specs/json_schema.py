@@ -16,14 +16,15 @@ from pydantic import TypeAdapter
 
 from deltalab.models.hybrids import HYBRIDS, PRESET
 from deltalab.models.spec import MIXER, ModelSpec
-from deltalab.study.specs import budget, engine, ladder_sizes, search_space, seeds, study_file
+from deltalab.study.specs import study_file
 from deltalab.study.specs.method_settings import FLOPS
+from deltalab.study.specs.sections import budget, engine, ladder_sizes, resources, search_space, seeds
 from deltalab.study.specs.setting_paths import OF_THE_TASK
 from deltalab.tasks import BUILTIN
 from deltalab.training.train import TrainSpec
 
 _MODELS: tuple[type, ...] = (
-    study_file.StudySpec, study_file.Method, study_file.Change, study_file.Resources,
+    study_file.StudySpec, study_file.Method, study_file.Change, resources.Resources,
     seeds.Seeds, seeds.Further, seeds.Unbalanced,
     ladder_sizes.Ladder, budget.Tune, budget.Searching, search_space.Search,
     engine.Engine, budget.Match, budget.Constrain, budget.Bound, budget.Fidelity,

@@ -12,8 +12,8 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.reading import MOST_DEPTH, read_pairs
-from deltalab.study.specs.budget import Searching, Tune
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import Searching, Tune
+from deltalab.study.specs.sections.search_space import Search
 
 Overrides = Mapping[str, Any] | Sequence[str] | None
 """Overrides as a mapping, or as words KEY=VALUE of a command line."""

@@ -8,9 +8,9 @@ from typing import Any
 from deltalab.statistics.joint_test import Look
 from deltalab.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 from deltalab.store import Study
-from deltalab.study.specs.budget import UNNAMED_SAMPLER, Searching
-from deltalab.study.specs.ladder_sizes import Ladder, task_of
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import UNNAMED_SAMPLER, Searching
+from deltalab.study.specs.sections.ladder_sizes import Ladder, task_of
+from deltalab.study.specs.sections.search_space import Search
 from deltalab.study.specs.setting_paths import training_part
 
 _NOT_SETTINGS = ("trials", "extend", "seeds")

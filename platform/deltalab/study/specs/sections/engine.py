@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from deltalab.errors import InputError, unknown
 from deltalab.export.papers import recipe_names
 from deltalab.export.recipe import check_setting, unknown_setting
-from deltalab.study.specs.search_space import Strict, Whole
+from deltalab.study.specs.sections.search_space import Strict, Whole
 from deltalab.training.recipe_keys import FREE, default_settings
 
 SETTINGS = (

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from deltalab.statistics.joint_test import seeds_needed
-from deltalab.study.specs.search_space import Strict, Whole
+from deltalab.study.specs.sections.search_space import Strict, Whole
 
 
 class Seeds(Strict):

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from deltalab.errors import InputError, unknown
-from deltalab.study.specs.search_space import (
+from deltalab.study.specs.sections.search_space import (
     LAYERS,
     Number,
     Space,
