@@ -3,7 +3,6 @@
 Files of ./plugins, and modules that a study or an export names, run only if their folder is trusted (`deltalab.trust`).
 """
 
-import ast
 import dataclasses
 import hashlib
 import importlib
@@ -13,14 +12,10 @@ import json
 import os
 import pkgutil
 import re
-import select
-import signal
 import sys
 import sysconfig
-import threading
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
@@ -37,18 +32,22 @@ from deltalab import trust
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.own_module import is_path, of_module
+from deltalab.plugin_files import (
+    MODULE,
+    first_line,
+    import_file,
+    import_guard,
+    line_in,
+    module_name,
+    source_bytes,
+    source_hash,
+)
 from deltalab.rule import UpdateRule
 from deltalab.tasks import BUILTIN, Task
 from deltalab.tasks.task import MOST_LENGTH, MOST_VOCABULARY
 
 _named_files: list[Path] = []
 """The files that were given to `add_plugin`."""
-_MODULE = "deltalab_plugin_"
-"""The prefix of the name of every module that is imported from a plugin file."""
-
-IMPORT_SECONDS = 20.0
-"""The longest time that the import of a plugin file may take."""
-
 _broken: list[str] = []
 """One line for each plugin that was left out, with its error."""
 _duplicates: dict[str, str] = {}
@@ -79,12 +78,12 @@ class Plugin:
     @property
     def source(self) -> str:
         """The text of the file as it was imported."""
-        return _source_bytes(self.file).decode("utf-8", "replace")
+        return source_bytes(self.file).decode("utf-8", "replace")
 
     @property
     def hash(self) -> str:
         """The SHA-256 of the file as it was imported, without the lines of `published`, which no trial depends on."""
-        digest = source_hash(_source_bytes(self.file))
+        digest = source_hash(source_bytes(self.file))
         return hashlib.sha256(f"{digest} {self.package}".encode()).hexdigest() if self.package else digest
 
 
@@ -95,7 +94,7 @@ def add_plugin(file: str | Path) -> list[Plugin]:
         InputError: The file is missing, does not import, or defines neither a rule nor a task.
     """
     path = Path(file).resolve()
-    module = _load(path)
+    module = import_file(path)
     plugins = _in_module(module)
     if not plugins:
         unnamed = "".join(
@@ -131,7 +130,7 @@ def left_out() -> list[str]:
 def isolated() -> Iterator[None]:
     """Starts without known plugins, as a new process does, and forgets at the end the plugins that were found."""
     files = list(_named_files)
-    modules = {name: module for name, module in sys.modules.items() if name.startswith(_MODULE)}
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(MODULE)}
     _forget()
     try:
         yield
@@ -143,9 +142,9 @@ def isolated() -> Iterator[None]:
 
 def _forget() -> None:
     _named_files.clear()
-    _source_bytes.cache_clear()
+    source_bytes.cache_clear()
     refresh()
-    for name in [name for name in sys.modules if name.startswith(_MODULE)]:
+    for name in [name for name in sys.modules if name.startswith(MODULE)]:
         del sys.modules[name]
 
 
@@ -258,7 +257,7 @@ def _module_plugin(name: str) -> Plugin:
         path = (path if path.is_file() else _moved.get(file_name, path)).resolve()
         if path.is_file():
             trust.require(path, f"module '{name}' runs it")
-        module = _load(path)
+        module = import_file(path)
         where = file_name
     else:
         where, _, attribute = name.rpartition(".")
@@ -275,7 +274,7 @@ def _module_plugin(name: str) -> Plugin:
         raise InputError(f"module '{name}' has no Python source") from None
     if not colon:
         package = _package(where.partition(".")[0])
-    _source_bytes(file)
+    source_bytes(file)
     return Plugin(of_module(name, make), file, package)
 
 
@@ -303,7 +302,7 @@ def _imported(package: str, name: str) -> ModuleType:
     if file.is_file() and beside and not installed:
         trust.require(file, f"module '{name}' runs it")
     try:
-        with _import_guard(), _searching([os.getcwd(), *_beside]):
+        with import_guard(), _searching([os.getcwd(), *_beside]):
             return importlib.import_module(package)
     except KeyboardInterrupt:
         raise
@@ -317,7 +316,7 @@ def _imported(package: str, name: str) -> ModuleType:
         raise InputError(f"module '{name}': package '{package}' needs '{error.name}', which is not installed") from None
     except BaseException as error:
         raise InputError(
-            f"module '{name}': package '{package}' does not import: {type(error).__name__}: {_first_line(error)}"
+            f"module '{name}': package '{package}' does not import: {type(error).__name__}: {first_line(error)}"
         ) from error
 
 
@@ -386,11 +385,9 @@ def get_task(name: str, /, **params: object) -> Task:
 
 
 def _not_made(noun: str, plugin: Plugin, error: Exception) -> InputError:
-    line = _line_in(plugin.file, error)
+    line = line_in(plugin.file, error)
     where = f" ({plugin.file}{line})" if line else ""
-    return InputError(
-        f"{noun} '{plugin.kind.name}'{where} cannot be made: {type(error).__name__}: {_first_line(error)}"
-    )
+    return InputError(f"{noun} '{plugin.kind.name}'{where} cannot be made: {type(error).__name__}: {first_line(error)}")
 
 
 def _find(kind: type, noun: str, name: object) -> Plugin:
@@ -430,7 +427,7 @@ def _plugins() -> tuple[Plugin, ...]:
     """Returns all rules and tasks. A broken plugin is left out, and its error goes to `_broken`."""
     plugins = [Plugin(task, Path(inspect.getfile(task))) for task in BUILTIN.values()]
     for point in [*entry_points(group="deltalab.rules"), *entry_points(group="deltalab.tasks")]:
-        with _noting_errors(f"package {point.value}"), _import_guard():
+        with _noting_errors(f"package {point.value}"), import_guard():
             package = point.load()
             plugins += _in_module(package)
             names = [
@@ -441,7 +438,7 @@ def _plugins() -> tuple[Plugin, ...]:
                     plugins += _in_module(importlib.import_module(name))
     for path in _files():
         with nullcontext() if path in _named_files else _noting_errors(str(path)):
-            plugins += _in_module(_load(path))
+            plugins += _in_module(import_file(path))
     return tuple(plugins)
 
 
@@ -453,26 +450,8 @@ def _noting_errors(source: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        message = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {_first_line(error)}"
+        message = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {first_line(error)}"
         _broken.append(message if message.startswith(source) else f"{source}: {message}")
-
-
-@contextmanager
-def _import_guard() -> Iterator[None]:
-    """Guards the import of a plugin. Output of the plugin goes to stderr, and modules that it removes are restored."""
-    modules = dict(sys.modules)
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    try:
-        os.dup2(2, 1)  # for output that does not go through Python's sys.stdout
-        with redirect_stdout(sys.stderr), torch.device("cpu"):  # as in get_rule
-            yield
-            sys.stderr.flush()
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        for name, module in modules.items():
-            sys.modules.setdefault(name, module)
 
 
 def _files() -> list[Path]:
@@ -492,7 +471,7 @@ def _in_module(module: ModuleType) -> list[Plugin]:
     plugins = []
     for kind in _kinds(module):
         file = Path(inspect.getfile(kind)).resolve()
-        _source_bytes(file)
+        source_bytes(file)
         if error := _declaration_error(kind):
             raise InputError(f"{file}{_line_of(kind)}: {kind.__name__}{error}")
         if hasattr(kind, "name"):
@@ -541,162 +520,16 @@ def _line_of(kind: type) -> str:
         return ""
 
 
-def source_hash(source: bytes) -> str:
-    """Returns the SHA-256 of a plugin's source without the lines of `published`, which no trial depends on."""
-    return hashlib.sha256(_without_presets(source)).hexdigest()
-
-
-@cache
-def _without_presets(source: bytes) -> bytes:
-    """Returns the source of a plugin without the statements that set `published` in a class."""
-    lines = source.splitlines(keepends=True)
-    for kind in ast.parse(source).body:
-        for statement in kind.body if isinstance(kind, ast.ClassDef) else ():
-            targets = statement.targets if isinstance(statement, ast.Assign) else ()
-            if any(isinstance(target, ast.Name) and target.id == "published" for target in targets):
-                for line in range(statement.lineno - 1, statement.end_lineno or 0):
-                    lines[line] = b""
-    return b"".join(lines)
-
-
-@cache
-def _source_bytes(file: Path) -> bytes:
-    """Returns the bytes of a file as it was imported.
-
-    An edit of the file after its import must not change the hash of the code that runs.
-    """
-    return file.read_bytes()
-
-
-def _load(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"{path}: no such plugin file")
-    name = _module_name(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and vars(module).get("__file__") == str(path):
-            return module
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-
-    def execute() -> None:
-        sys.modules[name] = module
-        with _import_guard():
-            spec.loader.exec_module(module)  # type: ignore[union-attr]
-
-    _require_end(path, execute)
-    try:
-        execute()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        sys.modules.pop(name, None)
-        line, message = _line_in(path, error), error.msg if isinstance(error, SyntaxError) else _first_line(error)
-        raise InputError(f"{path}{line}: does not import: {type(error).__name__}: {message}") from error
-    sys.modules[name] = module
-    return module
-
-
-TRIES = 3
-"""How often an import in a forked process is tried if the process is killed. The cause may be another than the file."""
-
-FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-"""The signals that come from outside of a process, not from the file that it imports."""
-
-watched = False
-"""Whether another process watches this one and ends it if an import does not end; a worker's child sets it."""
-
-
-def _require_end(path: Path, execute: Callable[[], None]) -> None:
-    """Raises `InputError` if the import of a file does not end, or ends the process.
-
-    A forked process imports the file first, once for each version of the file. There is no fork if there are threads,
-    as in a notebook, because a fork may stop a thread while it holds a lock.
-    """
-    if watched or not hasattr(os, "fork") or threading.active_count() > 1 or "ray" in sys.modules:
-        return
-    verdict_file = _verdict_file(path)
-    try:
-        problem = verdict_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        problems = (_import_in_fork(execute) for _ in range(TRIES))
-        first = next((first for first in problems if first is not None), None)
-        if first is None:
-            raise InputError(f"{path}: does not import: something kills the process that imports it") from None
-        problem = first
-        with suppress(OSError):
-            verdict_file.parent.mkdir(parents=True, exist_ok=True)
-            verdict_file.write_text(problem, encoding="utf-8")
-    if problem:
-        raise InputError(f"{path}: does not import: {problem} (to try it again, delete {verdict_file})")
-
-
-def _import_in_fork(execute: Callable[[], None]) -> str | None:
-    """Runs an import in a forked process, and returns an error if the import does not end.
-
-    The error is empty if the import ends, with or without an exception. It is None if one of the signals `FROM_OUTSIDE`
-    killed the process.
-    """
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if not child:
-        report = b"ended"
-        try:
-            os.close(reader)
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in range(3):
-                os.dup2(null, stream)
-            execute()
-        except KeyboardInterrupt:
-            report = b"KeyboardInterrupt"
-        finally:
-            os.write(writer, report)
-            os._exit(0)
-    os.close(writer)
-    try:
-        late = not select.select([reader], [], [], IMPORT_SECONDS)[0]
-        report = b"" if late else os.read(reader, 100)
-    finally:
-        os.close(reader)
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    if late:
-        return f"it takes over {IMPORT_SECONDS:g} s"
-    if report:
-        return "" if report == b"ended" else report.decode()
-    code = os.waitstatus_to_exitcode(status)
-    if -code in FROM_OUTSIDE:
-        return None
-    return f"it ends the process, with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
-
-
-def _verdict_file(path: Path) -> Path:
-    """Returns the file that keeps whether an import ends: $XDG_CACHE_HOME/deltalab/imports/KEY, or below ~/.cache."""
-    inputs = f"{sys.version} {path}\n".encode("utf-8", "surrogateescape") + path.read_bytes()
-    key = hashlib.sha256(inputs).hexdigest()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "imports" / key
-
-
-def _module_name(path: Path) -> str:
-    return f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-
-
 class _PluginFinder(MetaPathFinder, Loader):
     """Imports the module of a plugin file by its name, for unpickling. The file may have moved since the pickling."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name.startswith(_MODULE) else None
+        return ModuleSpec(name, self) if name.startswith(MODULE) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        stem = spec.name.removeprefix(_MODULE).rpartition("_")[0]
+        stem = spec.name.removeprefix(MODULE).rpartition("_")[0]
         candidates = [path for path in _files() if path.stem == stem]
-        exact = [path for path in candidates if _module_name(path) == spec.name]
+        exact = [path for path in candidates if module_name(path) == spec.name]
         if len(exact or candidates) != 1:
             reason = (
                 "which is not known here"
@@ -707,22 +540,10 @@ class _PluginFinder(MetaPathFinder, Loader):
                 f"needs the plugin file {stem}.py, {reason}: call deltalab.registry.add_plugin(FILE) first",
                 name=spec.name,
             )
-        return _load((exact or candidates)[0])
+        return import_file((exact or candidates)[0])
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing: `create_module` returns a module that has run."""
 
 
 sys.meta_path.append(_PluginFinder())
-
-
-def _line_in(path: Path, error: BaseException) -> str:
-    """Returns `, line N` for the line of `path` that raised an error; empty if the error came from another file."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines.append(error.lineno)
-    return f", line {lines[-1]}" if lines else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

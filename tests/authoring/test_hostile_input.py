@@ -251,9 +251,9 @@ if not Path("killed").exists():
 
 LISTS = """
 import sys
-from deltalab import registry
+from deltalab import plugin_files
 from deltalab.cli.app import main
-registry.IMPORT_SECONDS = 1.0
+plugin_files.IMPORT_SECONDS = 1.0
 sys.argv = ["platform", *sys.argv[1:]]
 main()
 """

@@ -18,7 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import deltalab
-from deltalab import InputError, registry
+from deltalab import InputError, plugin_files, registry
 from deltalab.authoring.files.rule_file import write_rule
 from deltalab.authoring.inputs import Inputs, draw, parts
 from deltalab.authoring.rule_checks.rule_suite import check_rule
@@ -246,7 +246,7 @@ def written(rule: UpdateRule, folder: Path, name: str = "mine") -> UpdateRule:
     """The rule of the file that `write_rule` makes of another rule."""
     file = folder / f"{name}.py"
     file.write_text(write_rule(rule, name, "Found by a test."))
-    module = registry._load(file)
+    module = plugin_files.import_file(file)
     (kind,) = registry._kinds(module)
     assert issubclass(kind, UpdateRule)
     return kind()
@@ -419,7 +419,7 @@ class TestFromSearch:
         assert "{" not in text.split('"""')[1], "a commit is a word"
         with Store.open(db) as store:
             rule, _ = found_rule(store, store.study("tiny_algebra").id, "found_1")
-        (kind,) = registry._kinds(registry._load(file))
+        (kind,) = registry._kinds(plugin_files.import_file(file))
         x = draw(rule, batch=2, length=9, heads=2, key_dim=4, value_dim=3)
         near(evaluated(kind(), x, "chunked"), evaluated(rule, x, "chunked"))  # type: ignore[call-arg, arg-type]
 

@@ -19,7 +19,7 @@ from deltalab.export.modules import MODELING, modules, plugins
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
-from deltalab.registry import source_hash
+from deltalab.plugin_files import source_hash
 
 RULES = "rules"
 OWN = "modules"

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.support.delta_rule import delta_rule
 
-from deltalab import registry
+from deltalab import plugin_files, registry
 from deltalab.store import Store
 from deltalab.study.planning.make import make_plan
 from deltalab.study.reports.report import report
@@ -74,7 +74,7 @@ def plug_in(name: str, trouble: str = "pass", *, at_import: str = "pass") -> str
     at_call = f"if IN_CHILD and calls > 4:\n{indent(trouble, '    ')}"
     file.write_text(delta_rule(name, at_call, at_import=f"if IN_CHILD:\n{indent(at_import, '    ')}"))
     with pytest.MonkeyPatch.context() as patch:  # the driver's own trial of an import would see the trouble first
-        patch.setattr(registry, "_require_end", lambda *_: None)
+        patch.setattr(plugin_files, "_require_end", lambda *_: None)
         registry.add_plugin(file)
     return name
 

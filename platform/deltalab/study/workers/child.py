@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deltalab import registry
+from deltalab import plugin_files, registry
 from deltalab.study.workers.child_messages import ChildState, send, write_state
 from deltalab.study.workers.jobs import Lost, record_to_json, stack_from_json
 from deltalab.study.workers.train_stack import execute
@@ -114,7 +114,7 @@ def main(connected: int, printed: int, pulse: int) -> None:
     if not first:
         return
     worker = json.loads(first)
-    registry.watched = True
+    plugin_files.watched = True
     os.environ.clear()
     os.environ.update(worker["environment"])
     sys.path[:] = worker["path"]
