@@ -9,14 +9,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from deltalab.cli import machine
 from deltalab.cli.app import app
-from deltalab.cli.machine import Finding
+from deltalab.cli.machine_commands import examination
+from deltalab.cli.machine_commands.examination import Finding
 
 
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_ray", lambda: Finding("ray starts", "works", "in 3 s"))
+    monkeypatch.setattr(examination, "_ray", lambda: Finding("ray starts", "works", "in 3 s"))
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -63,36 +63,36 @@ def test_a_command_of_another_program_is_told_from_ours(tmp_path: Path, monkeypa
         (tmp_path / name / "platform").write_text(text)
         (tmp_path / name / "platform").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path / name))
-        found[name] = machine._command("platform")
+        found[name] = examination._command("platform")
     assert (found["ours"].state, found["ours"].found) == ("works", str(tmp_path / "ours" / "platform"))
     path = tmp_path / "another" / "platform"
     mend = "type deltalab in its place"
     assert found["another"] == Finding("command platform", "absent", f"{path} is another program", mend)
     assert "another installation" in found["elsewhere"].found
-    assert machine._command("deltalab").found == "not on the PATH"
+    assert examination._command("deltalab").found == "not on the PATH"
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_version", lambda package: None)
-    assert machine._package("optuna") == Finding("optuna", "broken", "not installed", "pip install 'optuna>=4.5'")
-    extra = machine._extra("eval", ("lm-eval",))
+    monkeypatch.setattr(examination, "_version", lambda package: None)
+    assert examination._package("optuna") == Finding("optuna", "broken", "not installed", "pip install 'optuna>=4.5'")
+    extra = examination._extra("eval", ("lm-eval",))
     assert (extra.state, extra.mend) == ("absent", "pip install 'deltalab[eval]'")
 
 
 def test_a_gpu_beside_a_torch_for_cpus_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(machine, "_output", lambda *_: "NVIDIA H100, 580.1")
-    found = machine._gpu()
+    monkeypatch.setattr(examination, "_output", lambda *_: "NVIDIA H100, 580.1")
+    found = examination._gpu()
     assert found.state == "broken"
-    assert machine.CUDA_WHEELS in found.mend
-    monkeypatch.setattr(machine, "_output", lambda *_: None)
-    assert machine._gpu().state == "absent"
+    assert examination.CUDA_WHEELS in found.mend
+    monkeypatch.setattr(examination, "_output", lambda *_: None)
+    assert examination._gpu().state == "absent"
 
 
 def test_a_ray_that_does_not_start_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "RAY", "import sys; sys.exit('no socket')")
-    assert machine._ray() == Finding(
+    monkeypatch.setattr(examination, "RAY", "import sys; sys.exit('no socket')")
+    assert examination._ray() == Finding(
         "ray starts", "broken", "no socket", "deltalab study run --executor inline runs studies without Ray"
     )
 
@@ -100,8 +100,8 @@ def test_a_ray_that_does_not_start_is_broken(monkeypatch: pytest.MonkeyPatch) ->
         raise subprocess.TimeoutExpired(command, 1)
 
     monkeypatch.setattr(subprocess, "run", late)
-    assert "not within" in machine._ray().found
+    assert "not within" in examination._ray().found
 
 
 def test_a_right_kernel_differs_from_the_parallel_form_by_rounding_alone() -> None:
-    assert 0 < machine.kernel_error("cpu") < machine.TOLERANCE
+    assert 0 < examination.kernel_error("cpu") < examination.TOLERANCE

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deltalab.cli import supervisor
+from deltalab.cli.machine_commands import supervisor
 from deltalab.store import Store
 
 DIES_TWICE = """

@@ -16,9 +16,10 @@ from deltalab import __version__, progress
 from deltalab.cli import studies
 from deltalab.cli.data import data
 from deltalab.cli.db import db
-from deltalab.cli.doctor import doctor
 from deltalab.cli.eval import evaluate
 from deltalab.cli.export import export
+from deltalab.cli.machine_commands.doctor import doctor
+from deltalab.cli.machine_commands.servers import dashboard, mcp
 from deltalab.cli.options import (
     AsJson,
     BackupEvery,
@@ -39,7 +40,6 @@ from deltalab.cli.options import (
 )
 from deltalab.cli.plugins import model, module, rule, task, trust_folder
 from deltalab.cli.score import score
-from deltalab.cli.servers import dashboard, mcp
 from deltalab.cli.train import train
 from deltalab.errors import InputError, WrongRules, one_line, unknown
 
@@ -116,7 +116,7 @@ def study_run(
     or another driver runs the study; 130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
     if supervised:
-        from deltalab.cli.supervisor import supervise
+        from deltalab.cli.machine_commands.supervisor import supervise
 
         code = supervise([word for word in sys.argv[1:] if word != "--supervise"])
         os._exit(code)  # The driver has printed all that there is to say, also of an end by a signal.

@@ -69,7 +69,7 @@ def examine(db: str | Path | None = None) -> Iterator[Finding]:
     Args:
         db: The database to look at; None for ./deltalab.db.
     """
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[2]
     yield Finding("deltalab", "works", f"{version('deltalab')} in {folder}, Python {sys.version.split()[0]}")
     yield from map(_command, COMMANDS)
     yield from map(_package, PACKAGES)

@@ -15,7 +15,7 @@ MARKS = {"works": "[green]works[/]", "broken": "[bold red]BROKEN[/]", "absent": 
 
 def doctor(db: Db = None, as_json: AsJson = False) -> None:
     """Say what works on this machine, what is missing, and how to mend it. Exit 1 if something is broken."""
-    from deltalab.cli.machine import examine
+    from deltalab.cli.machine_commands.examination import examine
 
     console = Console()
     with Console(stderr=True).status("looking at packages, GPU, kernels, Ray and the database"):
