@@ -45,8 +45,8 @@ def test_the_study_of_the_readme_can_be_planned(balanced):
 
 
 def test_the_readme_is_one_page():
-    """Words are what stands between spaces, outside of code blocks; a table's bars count."""
-    assert len(re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL).split()) < 700
+    """Words are what stands between spaces, as `wc -w` counts them: a table's bars and code count, too."""
+    assert len(TEXT.split()) <= 800
 
 
 def test_the_readme_names_no_commit():
