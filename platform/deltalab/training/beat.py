@@ -6,6 +6,12 @@ from typing import Protocol
 STEP = "step"
 """The value of `what` that reports an ordinary training step."""
 
+FIRST_STEPS = "first steps"
+"""The value of `what` that reports one of the steps that compile kernels."""
+
+EVALUATION = "evaluation"
+"""The value of `what` that reports a batch of an evaluation."""
+
 
 class Beat(Protocol):
     """The function that a training calls before each piece of work that should end soon.
@@ -17,8 +23,7 @@ class Beat(Protocol):
         """Notes that the training is alive.
 
         Args:
-            what: `STEP` for an ordinary step. Any other words name work that may take longer, such as the first steps,
-                which compile kernels.
+            what: `STEP` for an ordinary step. Any other words name work that may take longer, such as `FIRST_STEPS`.
             step: The number of updates so far; None if it has not changed.
             ends: The time of `time.monotonic` by which the training must have ended.
         """

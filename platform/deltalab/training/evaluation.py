@@ -17,7 +17,7 @@ from deltalab.models.parts.experts import idle_parameters
 from deltalab.ops.loss import capped
 from deltalab.own_module import OwnModule
 from deltalab.tasks import IGNORE, Batch, Task
-from deltalab.training.beat import Beat, unheard
+from deltalab.training.beat import EVALUATION, Beat, unheard
 from deltalab.training.stack import Stack
 
 EVALUATION_SEED = 0
@@ -70,7 +70,7 @@ class Evaluation:
             suffixes = [f"@{label}" if label else "", *([] if "" in evaluations else [""])]
             rows, batches = self.task.evaluated(task, split, self.batch_size, self.batches)
             for i in range(batches):
-                self.beat("evaluation")
+                self.beat(EVALUATION)
                 for number, metrics in enumerate(self._on_batch(stack, split, label, task, i, rows)):
                     for name, pair in metrics.items():
                         names.append((number, [name + end for end in suffixes]))

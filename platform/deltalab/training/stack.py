@@ -19,7 +19,7 @@ from deltalab.ops.backends import automatic
 from deltalab.ops.loss import labelled, linear_cross_entropy
 from deltalab.tasks import IGNORE
 from deltalab.tasks.batches import SentBatches, TrainingBatches
-from deltalab.training.beat import STEP, Beat, unheard
+from deltalab.training.beat import FIRST_STEPS, STEP, Beat, unheard
 from deltalab.training.optimizer import Adam, AdamW, Layout, Moments
 
 BLOCK = 64
@@ -107,7 +107,7 @@ class Stack:
             # Steps of a GPU are launched ahead of time. Only at the copies of a block is it known that the steps
             # before them are done.
             if step == first or self.device.type == "cpu":
-                self.beat(STEP if self._warm >= WARM_UP else "first steps", step)
+                self.beat(STEP if self._warm >= WARM_UP else FIRST_STEPS, step)
             if self.graph is None and self._warm >= WARM_UP and self.eager is None and self.device.type == "cuda":
                 self._capture()
             if self.graph is not None:

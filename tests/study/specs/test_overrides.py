@@ -99,6 +99,7 @@ def test_overrides_come_after_the_profile(file: str) -> None:
         ("resources.cpu=2", lambda spec: spec.resources.cpu == 2),
         ("deadline=", lambda spec: spec.deadline is None),
         ("deadline=null", lambda spec: spec.deadline is None),
+        ("retries=0", lambda spec: spec.retries == 0),
         ("description=a=b", lambda spec: spec.description == "a=b"),
     ],
 )

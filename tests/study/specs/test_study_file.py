@@ -154,6 +154,10 @@ TYPES = [
     ({"resources": {"gpu": 2}}, "resources.gpu must be at most 1 without an engine"),
     ({"deadline": 0}, "deadline must be greater than 0"),
     ({"deadline": "1h"}, "deadline must be a number"),
+    ({"retries": -1}, "retries must be greater than or equal to 0"),
+    ({"retries": 1001}, "retries must be less than or equal to 1000"),
+    ({"retries": "often"}, "retries must be a whole number, not 'often'"),
+    ({"retry": 2}, "unknown key 'retry'; did you mean retries?"),
     ({"profiles": ["gpu"]}, "profiles: must be a mapping"),
     ({"profiles": {"gpu": 3}}, "profiles: must be a mapping"),
 ]
@@ -637,7 +641,9 @@ def test_identity_does_not_depend_on_how_numbers_and_defaults_are_written(plan: 
     assert key(plan(base=same)) == key(plan())
     assert plan(base=same).identity == plan().identity
     # Neither does what a trial may take, nor what the study says of itself.
-    assert plan(resources={"cpu": 1.5, "stack": 3}, deadline=100, description="x").identity == plan().identity
+    assert (
+        plan(resources={"cpu": 1.5, "stack": 3}, deadline=100, retries=9, description="x").identity == plan().identity
+    )
 
 
 INGREDIENTS: dict[str, dict[str, Any]] = {

@@ -358,12 +358,50 @@ def test_a_stack_that_is_lost_runs_again_as_it_was_and_others_meanwhile(
         assert one.next(places=1) == stack
         assert one.next(places=1) == []
         assert not one.ended
-        one.lost(stack, "the node is gone again")
+        one.unfinished(stack, Lost("the node is gone again", "infrastructure"))
     assert one.missing == dict.fromkeys((job.key for job in stack), "the node is gone again")
     assert (one.next(places=1), one.ended, one.done) == ([], True, False)
     assert store.known_trials(job.key for job in stack) == {}
     again = schedule(planned(lab, arms={}, resources={"stack": 2}), store)
     assert again.next(places=1) == stack
+
+
+@pytest.mark.parametrize(("retries", "pauses"), [(0, []), (1, [1]), (6, [1, 5, 25, 60, 60, 60])])
+def test_a_study_says_how_often_a_lost_stack_runs_again(
+    lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch, retries: int, pauses: list[float]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    one = schedule(planned(lab, arms={}, tune=None, retries=retries), store)
+    (job,) = one.next(places=1)
+    for pause in pauses:
+        one.unfinished([job], Lost("the disk is full", "infrastructure"))
+        now[0] += pause - 0.1
+        assert one.next(places=1) == []
+        now[0] += 0.2
+        assert one.next(places=1) == [job]
+    one.unfinished([job], Lost("the disk is full", "infrastructure"))
+    tries = "1 try" if retries == 0 else f"{retries + 1} tries"
+    assert one.missing == {job.key: "the disk is full"}
+    assert one.given_up[0].endswith(f": given up after {tries}: the disk is full")
+
+
+def test_losses_at_one_step_are_the_rule_s_if_no_other_loss_lies_between(lab: Path, store: Store) -> None:
+    one = schedule(planned(lab, arms={}, resources={"stack": 2}, retries=20), store)
+    stack = one.next(places=1)
+    for at in ("step 3", "step 3", None, "step 3", "step 3", "step 4", "step 3", "step 3", "step 3"):
+        one.unfinished(stack, Lost("killed", "infrastructure", at))
+        assert not one.missing
+        one._again.clear()
+        one._out.update(job.key for job in stack)
+    one.unfinished(stack, Lost("killed", "infrastructure", "step 3"))
+    (first,) = one.next(places=1)
+    assert first in stack, "each trial of the stack runs alone"
+    for _ in range(4):
+        one.unfinished([first], Lost("killed", "infrastructure", "step 3"))
+    (failed,) = [row for row in store.trials(one.study_id) if row.state == "failed"]
+    assert failed.key == first.key
+    assert failed.error == "killed, 4 times in a row, so that the rule or the task is at fault"
 
 
 def test_who_is_lost_by_its_own_fault_fails_alone(lab: Path, store: Store) -> None:

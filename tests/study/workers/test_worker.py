@@ -117,6 +117,12 @@ ENDS = {
     "os._exit(9)": "the rule or the task ended the process with os._exit(9), at step 3 of 6 (step)",
     "os.kill(os.getpid(), signal.SIGSEGV)": "the rule or the task ended the process by SIGSEGV (Segmentation fault)",
     "os.abort()": "the rule or the task ended the process by SIGABRT (Aborted)",
+    "os.kill(os.getpid(), signal.SIGTERM)": "its own process SIGTERM (Terminated), at step 3 of 6 (step)",
+    "signal.raise_signal(signal.SIGINT)": "the rule or the task sent its own process SIGINT (Interrupt), at step ",
+    "os.killpg(0, signal.SIGKILL)": "the rule or the task sent its own process SIGKILL (Killed), at step 3 of 6 (step)",
+    "signal.pthread_kill(__import__('threading').get_ident(), signal.SIGHUP)": "its own process SIGHUP (Hangup), at",
+    "os.kill(os.getpid(), signal.SIGSTOP)": "the rule or the task stopped its own process, at step 3 of 6 (step)",
+    "os.kill(os.getppid(), signal.SIGTERM)": "the rule or the task sent SIGTERM (Terminated) to the fork server, at",
     "raise KeyboardInterrupt": "KeyboardInterrupt",
     "raise ValueError('boom')": "ValueError: boom",
 }
@@ -230,17 +236,19 @@ def test_who_ends_the_process_of_a_stack_takes_no_neighbour_along(lab: Path) -> 
 
 
 def kill_child(times: int, how: Callable[[Worker], None]) -> Callable[..., Any]:
-    """A `Worker.execute` whose child something happens to at the first evaluation of so many stacks."""
-    original, left = Worker.execute, iter(range(times))
+    """A `Worker.execute` whose child something happens to in so many stacks, each time three steps later."""
+    original, left, reached = Worker.execute, iter(range(times)), 0
 
     def execute(worker: Worker, stack: Sequence[Job], watch: Any = None) -> Any:
         hit = False
 
         def watched(step: int) -> None:
-            nonlocal hit
-            if not hit and next(left, None) is not None:
+            nonlocal hit, reached
+            if hit or step < reached + 3:
+                return
+            hit, reached = True, step
+            if next(left, None) is not None:
                 how(worker)
-            hit = True
 
         return original(worker, stack, watched, watch or watched)
 
@@ -311,11 +319,42 @@ def test_a_stack_that_is_lost_every_time_leaves_the_study_incomplete_and_the_nex
         assert "given_up" not in store.study("s").provenance
 
 
+def test_a_rule_at_whose_step_the_process_is_lost_four_times_is_at_fault(
+    lab: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that the rule starts sends the signal, so that nobody sees the sender."""
+    rule = plug_in("guilty", "os.system(f'kill -9 {os.getpid()}')")
+    result = ran(study(base=SLOW, arms={"guilty": {"rule": rule}}, seeds=1))
+    assert (result.trials, result.failed, result.missing) == (2, 1, {})
+    last = errors(result)["guilty"].splitlines()[-1]
+    place = r"at step \d+ of 60 \([a-z ]+\)"
+    assert re.fullmatch(
+        rf"the process was killed by SIGKILL \(Killed\), {place}, "
+        "4 times in a row, so that the rule or the task is at fault",
+        last,
+    )
+    assert len([one for one in caplog.messages if "runs again in" in one]) == 3
+
+
+def test_a_child_that_no_server_starts_is_noticed_and_the_next_has_another_server(
+    lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "TAKES", 1.0)
+    (job,) = jobs(study(seeds=1))
+    server = fork_server()
+    os.kill(server._process.pid, signal.SIGSTOP)
+    with Worker(Path("runs")) as worker:
+        with pytest.raises(Lost, match="the fork server starts no process within 1 s") as lost:
+            worker.execute([job])
+        assert lost.value.of == "infrastructure"
+        monkeypatch.undo()
+        assert [record.state for record in worker.execute([job])] == ["done"]
+
+
 @pytest.mark.slow
 def test_a_process_that_is_stopped_is_no_hang_of_the_rule(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "FLOOR", 0.5)
-    monkeypatch.setattr(workers, "PATIENCE", 20.0)
-    monkeypatch.setattr(workers, "SURE", 0.2)
+    """Within a minute, and long before a step that takes as long would be a hang."""
+    monkeypatch.setattr(workers, "STILL", 2.0)
     rule = plug_in("slow", "time.sleep(0.01)")
     (job,) = jobs(study(base={**SLOW, "rule": rule}, seeds=1))
 
@@ -333,9 +372,7 @@ def test_a_child_that_was_killed_while_it_had_nothing_to_do_is_replaced(lab: Pat
         worker.execute([job])
         killed(signal.SIGKILL)(worker)
         until = time.monotonic() + 60
-        while (
-            worker._child is not None and worker._child._process_state() not in ("", "Z") and time.monotonic() < until
-        ):
+        while worker._child is not None and worker._child._use()[1] not in ("", "Z") and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(0.2)
         (record,) = worker.execute([job])

@@ -171,7 +171,7 @@ class _RayStudy:
                     schedule.finished(record)
                 self.progress.finished(stack, message["device"])
             elif "lost" in message:
-                self._lose(message["place"], Lost(message["lost"], message["of"]))
+                self._lose(message["place"], Lost(message["lost"], message["of"], message.get("at")))
 
     def wait(self, gone: _RayGone) -> None:
         """Gives the stacks that Ray had back to the schedule, and waits a little for Ray to come back.

@@ -121,7 +121,7 @@ class Place(tune.Trainable):
             records = self._worker.execute(stack_from_json(stack), self._watch)
             self._result: dict[str, Any] = {"records": [record_to_json(record) for record in records]}
         except Lost as lost:
-            self._result = {"lost": str(lost), "of": lost.of}
+            self._result = {"lost": str(lost), "of": lost.of, "at": lost.at}
         except Exception as error:
             self._result = {"lost": _line(error), "of": "infrastructure"}
         self._ended.set()

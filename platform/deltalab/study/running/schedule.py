@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -36,8 +36,11 @@ from deltalab.training.trainer import most_stacked
 
 _log = logging.getLogger("deltalab")
 
-PAUSES = (1.0, 5.0, 25.0)
-"""Seconds before a lost stack runs again, after its first, second and third loss."""
+PAUSES = (1.0, 5.0, 25.0, 60.0)
+"""Seconds before a lost stack runs again, after its first, second, third and each further loss."""
+
+SAME_PLACE = 4
+"""After as many losses in a row at one place of a training, the rule or the task is at fault, and not the machine."""
 
 Asked = tuple[ArmTrials | SearchPhase, Job, int]
 """A trial: who asked for it and learns from it, its job, and its look or rung."""
@@ -195,7 +198,7 @@ class Schedule:
         self._out: set[str] = set()
         self._run: set[str] = set()
         self._again: list[tuple[float, list[Job]]] = []
-        self._losses: Counter[tuple[str, ...]] = Counter()
+        self._losses: defaultdict[tuple[str, ...], list[str | None]] = defaultdict(list)
         self._pace = {"here": Pace(), "before": Pace()}
         self.missing: dict[str, str] = {}
         self.given_up: list[str] = []
@@ -305,7 +308,7 @@ class Schedule:
     def unfinished(self, stack: Sequence[Job], lost: Lost) -> None:
         """Takes back a stack that ended without results. Its trials fail, run again alone, or run again as a stack."""
         if lost.of == "infrastructure":
-            self.lost(stack, str(lost))
+            self.lost(stack, lost)
         elif len(stack) > 1:
             self.part(stack)
         else:
@@ -320,23 +323,31 @@ class Schedule:
             self._waiting.add(job)
 
     @_locked
-    def lost(self, stack: Sequence[Job], reason: str) -> None:
+    def lost(self, stack: Sequence[Job], lost: Lost) -> None:
         """Queues a stack again whose trials are not to blame, after a pause that grows.
 
-        After the last of `PAUSES` the trials of the stack are missing, and the rest of the study goes on.
+        After as many further tries as the study's `retries`, the trials of the stack are missing, and the rest of the
+        study goes on. A stack that is lost at the same place again and again is to blame.
         """
         keys = tuple(job.key for job in stack)
-        why = reason.strip().splitlines()[-1]
+        why = str(lost).strip().splitlines()[-1]
+        places = self._losses[keys]
+        places.append(lost.at)
+        if lost.at is not None and places[-SAME_PLACE:] == [lost.at] * SAME_PLACE:
+            places.clear()
+            again = f"{SAME_PLACE} times in a row, so that the rule or the task is at fault"
+            self.unfinished(stack, Lost(f"{str(lost).rstrip()}, {again}", "trial"))
+            return
         self._out.difference_update(keys)
-        tries = self._losses[keys]
-        self._losses[keys] += 1
-        if tries == len(PAUSES):
+        if len(places) > self.plan.spec.retries:
             self.missing |= dict.fromkeys(keys, why)
-            self.given_up.append(f"{stack_label(stack, self.plan)}: given up after {tries + 1} tries: {why}")
+            tries = f"{len(places)} tr{'y' if len(places) == 1 else 'ies'}"
+            self.given_up.append(f"{stack_label(stack, self.plan)}: given up after {tries}: {why}")
             _log.warning("%s; the next `study run` tries again", self.given_up[-1])
             return
-        _log.warning("%s: runs again in %g s: %s", stack_label(stack, self.plan), PAUSES[tries], why)
-        insort(self._again, (time.monotonic() + PAUSES[tries], list(stack)), key=lambda again: again[0])
+        pause = PAUSES[min(len(places), len(PAUSES)) - 1]
+        _log.warning("%s: runs again in %g s: %s", stack_label(stack, self.plan), pause, why)
+        insort(self._again, (time.monotonic() + pause, list(stack)), key=lambda again: again[0])
 
     def leader(self, task: str) -> tuple[str, float] | None:
         """The arm whose best candidate so far has the best mean validation score on a task, and that score."""

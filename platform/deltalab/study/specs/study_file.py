@@ -47,6 +47,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$", max_lengt
 
 LAST_FIRST_SEED = 999_000
 """The last seed with which a study may begin: it has at most 1,000, and those of a search begin at 1,000,001."""
+RETRIES = 3
+"""How often a training that the machine lost runs again if the study does not say."""
+MOST_RETRIES = 1000
+"""The most that a study may say."""
 MOST_ARMS = 500
 """The most arms of a study, counted on each task and at each size."""
 
@@ -137,6 +141,7 @@ class StudySpec(_Strict):
         resources: What one stack of trials takes.
         engine: The engine of real training that trains each run, one at a time; None for deltalab's own training.
         deadline: Seconds that a trial may take.
+        retries: How often a training runs again that the machine lost, before its trials are missing.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
@@ -158,6 +163,7 @@ class StudySpec(_Strict):
     resources: Resources = Resources()
     engine: Engine | None = None
     deadline: Annotated[Number, Field(gt=0, le=1e9)] | None = None
+    retries: Annotated[Whole, Field(ge=0, le=MOST_RETRIES)] = RETRIES
 
     @field_validator("for_task")
     @classmethod
@@ -283,8 +289,9 @@ class StudySpec(_Strict):
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out `first_seed` at its default, so that a study differs in nothing from one of an old release."""
-        return {key: value for key, value in dump(self).items() if key != "first_seed" or value != 1}
+        """Leaves out newer keys at their defaults, so that a study differs in nothing from one of an old release."""
+        newer = {"first_seed": 1, "retries": RETRIES}
+        return {key: value for key, value in dump(self).items() if key not in newer or value != newer[key]}
 
     def tune_on(self, task: str) -> Tune | None:
         """The section `tune` with the ranges of one of the file's tasks in place; None if the study tunes nothing."""

@@ -13,11 +13,13 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from deltalab import plugin_files, registry
-from deltalab.study.workers.child_messages import ChildState, send, write_state
+from deltalab.study.workers.child_messages import ChildState, send, write_signal, write_state
 from deltalab.study.workers.jobs import Lost, record_to_json, stack_from_json
 from deltalab.study.workers.train_stack import execute
 from deltalab.training.beat import STEP
@@ -77,6 +79,32 @@ class _ToWorker(logging.Handler):
         send(self._connection, {"log": [record.levelno, record.getMessage()]})
 
 
+def note_own_signals(file: int) -> None:
+    """Writes down each signal that this process sends to itself or to its fork server, before the signal is sent.
+
+    The kernel tells a worker by which signal its child ended, and not who sent the signal. A signal that no function of
+    Python sent, such as that of a program `kill`, is not seen here. The functions are replaced, since an audit hook
+    would run at each `id` of torch's.
+
+    Args:
+        file: The descriptor of the file for the child's state.
+    """
+    mine = {os.getpid(), 0, -1, -os.getpid(), os.getppid()}
+
+    def noting(sends: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        @wraps(sends)
+        def send_noted(target: int, number: int) -> None:
+            if sends is pthread_kill or target in mine:
+                write_signal(file, int(number))
+            sends(target, number)
+
+        return send_noted
+
+    pthread_kill = signal.pthread_kill
+    os.kill, os.killpg, signal.pthread_kill = noting(os.kill), noting(os.killpg), noting(pthread_kill)
+    signal.raise_signal = lambda signalnum, /: os.kill(os.getpid(), signalnum)
+
+
 def preload() -> None:
     """Imports, in the fork server, what every child needs: this module, and the rules and tasks that are installed.
 
@@ -108,6 +136,7 @@ def main(connected: int, printed: int, pulse: int) -> None:
     )
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
+    note_own_signals(pulse)
     connection = socket.socket(fileno=connected)
     lines = connection.makefile("rb")
     first = lines.readline()

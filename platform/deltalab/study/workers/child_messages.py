@@ -28,6 +28,7 @@ class ChildState(NamedTuple):
 
 
 _LAYOUT = struct.Struct("dddqq40s")
+_SIGNAL = struct.Struct("q")
 
 
 def write_state(file: int, state: ChildState) -> None:
@@ -39,6 +40,22 @@ def read_state(file: int) -> ChildState:
     """Reads the state that `write_state` wrote."""
     since, ends, typical, step, steps, what = _LAYOUT.unpack(os.pread(file, _LAYOUT.size, 0))
     return ChildState(since, ends, typical, step, steps, what.rstrip(b"\0").decode())
+
+
+def write_signal(file: int, number: int) -> None:
+    """Writes, beside a child's state, the number of a signal that the child is about to send to its own process.
+
+    Args:
+        file: The descriptor of the file for the child's state.
+        number: The signal's number; 0 for none.
+    """
+    os.pwrite(file, _SIGNAL.pack(number), _LAYOUT.size)
+
+
+def read_signal(file: int) -> int:
+    """Reads the number that `write_signal` wrote last."""
+    (number,) = _SIGNAL.unpack(os.pread(file, _SIGNAL.size, _LAYOUT.size))
+    return int(number)
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -82,12 +82,14 @@ class Lost(Exception):
     Attributes:
         of: "trial" if the rule or the task caused the loss; "infrastructure" if the process, machine or disk did, so
             that the same stack may well succeed when it runs again.
+        at: The place in a training where a signal ended or stopped the process while the rule or the task computed,
+            such as "at step 3 of 6 (step)"; None if the rule or the task had no part in the loss.
     """
 
-    def __init__(self, reason: str, of: Literal["trial", "infrastructure"]) -> None:
-        """Keeps the cause beside the reason."""
+    def __init__(self, reason: str, of: Literal["trial", "infrastructure"], at: str | None = None) -> None:
+        """Keeps the cause and the place beside the reason."""
         super().__init__(reason)
-        self.of = of
+        self.of, self.at = of, at
 
 
 def late(job: Job, step: int) -> str:

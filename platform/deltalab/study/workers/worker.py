@@ -20,11 +20,18 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from deltalab.store import TrialRecord
-from deltalab.study.workers.child_messages import ChildState, read_state, send, write_state
+from deltalab.study.workers.child_messages import (
+    ChildState,
+    read_signal,
+    read_state,
+    send,
+    write_signal,
+    write_state,
+)
 from deltalab.study.workers.fork_server import fork_server, search_path
 from deltalab.study.workers.jobs import IMPORTING, Job, Lost, forget_checkpoint, late, record_from_json, stack_to_json
 from deltalab.study.workers.printed_output import PrintedOutput
-from deltalab.training.beat import STEP
+from deltalab.training.beat import EVALUATION, FIRST_STEPS, STEP
 
 _log = logging.getLogger("deltalab")
 
@@ -55,6 +62,9 @@ SHARED = 0.9
 SURE = 2.0
 """Seconds for which a child must be seen to be late: all children look late after a pause of the whole machine."""
 
+STILL = 60.0
+"""Seconds for which a child may be seen to be stopped, as by SIGSTOP, before its stack is lost."""
+
 DIES = 5.0
 """Seconds to wait for the end of a child that is killed."""
 
@@ -72,6 +82,9 @@ Watch = Callable[[int], None]
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 """Signals that no crash sends."""
+
+_STOPS = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+"""Signals that stop a process."""
 
 
 def share(places: int) -> int:
@@ -199,6 +212,7 @@ class _Child:
         self._received, self._words = b"", ""
         self._pid: int | None = None
         self._late_since: float | None = None
+        self._still = 0
         try:
             fork_server().fork([of_child.fileno(), prints, self._pulse.fileno(), tells])
         finally:
@@ -219,7 +233,8 @@ class _Child:
         """Sends a stack. Raises `OSError` if the child has ended or does not take the stack."""
         steps = stack[0].config["train"]["steps"]
         write_state(self._pulse.fileno(), ChildState(time.monotonic(), math.inf, math.inf, 0, steps, "starting"))
-        self._words, self._late_since = "", None
+        write_signal(self._pulse.fileno(), 0)
+        self._words, self._late_since, self._still = "", None, 0
         self.worker.printed.begin(f"{stack[0].arm} on {stack[0].task}, trial {stack[0].key[:12]}")
         self._send({"stack": stack_to_json(stack)})
         self.idle = False
@@ -313,24 +328,40 @@ class _Child:
         state = read_state(self._pulse.fileno())
         words = self._words and f"{self._words.strip()}\n"
         if status == "":
+            if number := read_signal(self._pulse.fileno()):
+                return Lost(
+                    f"{words}the rule or the task sent {_name(number)} to the fork server, {_at(state)}", "trial"
+                )
             return Lost(f"the fork server was killed, {_at(state)}", "infrastructure")
         if (code := int(status)) >= 0:
             return Lost(f"{words}the rule or the task ended the process with os._exit({code}), {_at(state)}", "trial")
-        number = signal.Signals(-code)
-        name = f"{number.name} ({signal.strsignal(number)})"
+        number, name = -code, _name(-code)
+        if number in _FROM_OUTSIDE and number == read_signal(self._pulse.fileno()):
+            return Lost(f"{words}the rule or the task sent its own process {name}, {_at(state)}", "trial")
         if number in _FROM_OUTSIDE:
-            return Lost(f"the process was killed by {name}, {_at(state)}", "infrastructure")
+            return Lost(f"the process was killed by {name}, {_at(state)}", "infrastructure", _computing(state))
         return _Doubtful(f"{words}the rule or the task ended the process by {name}, {_at(state)}", "trial")
 
     def _look(self, job: Job) -> int:
         """The step that the child has reached. Raises `Lost` if the child takes too long or too much memory."""
         state, now = read_state(self._pulse.fileno()), time.monotonic()
-        if (used := self._memory()) > self.worker.memory:
+        if self._pid is None and now - state.since > TAKES:
+            fork_server().close()
+            raise Lost(f"the fork server starts no process within {TAKES:.0f} s", "infrastructure")
+        used, letter = self._use()
+        if used > self.worker.memory:
             raise _Doubtful(
                 f"out of memory: the process used {_gib(used)} of the {_gib(self.worker.memory)} that a stack may use, "
                 f"{_at(state)}; resources: {{memory: GIB}} in the study's file gives it more",
                 "trial",
             )
+        self._still = self._still + 1 if letter == "T" else 0
+        stops = read_signal(self._pulse.fileno()) in _STOPS
+        # Looks are counted, and not seconds, in which this process may have stood still, too.
+        if self._still * POLL >= (SURE if stops else STILL):
+            if stops:
+                raise Lost(f"the rule or the task stopped its own process, {_at(state)}", "trial")
+            raise Lost(f"the process is stopped, {_at(state)}", "infrastructure", _computing(state))
         # No single step takes as long as a whole trial may take, also in a stack of many trials.
         deadline = min(state.ends, state.since + (job.deadline or math.inf)) + GRACE
         if now < min(deadline, state.since + _patience(state)):
@@ -341,7 +372,7 @@ class _Child:
         if now - self._late_since < SURE:
             return state.step
         ago = f"{now - state.since:.0f} s ago"
-        if (letter := self._process_state()) in ("T", "t", "D"):
+        if letter in ("T", "t", "D"):
             waits = "waits for a disk" if letter == "D" else "is stopped"
             raise Lost(f"the process {waits}, {_at(state)}, which began {ago}", "infrastructure")
         why = f"{late(job, state.step)} ({state.what})" if now >= deadline else f"the process hangs, {_at(state)}"
@@ -359,19 +390,19 @@ class _Child:
             self._listen()
         return self._words and f"{self._words.strip()}\n"
 
-    def _memory(self) -> int:
-        """The child's bytes that are anonymous, shared memory or swapped; 0 if the system does not tell."""
+    def _use(self) -> tuple[int, str]:
+        """What Linux tells of the child: 0 bytes and an empty text if it tells nothing.
+
+        Returns:
+            The bytes that are anonymous, shared memory or swapped, and the letter of the process's state, such as T for
+            a stopped process.
+        """
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{self._pid}/status").read_text().splitlines()
-            fields = (line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
-            return sum(int(kib) * 1024 for _, kib, _ in fields)
-        return 0
-
-    def _process_state(self) -> str:
-        """The state as Linux abbreviates it, such as T for a stopped process; empty if the system does not tell."""
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return ""
+            fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+            used = (int(fields[name][0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in fields)
+            return 1024 * sum(used), fields["State"][0]
+        return 0, ""
 
 
 def _patience(state: ChildState) -> float:
@@ -387,6 +418,17 @@ def _patience(state: ChildState) -> float:
 def _at(state: ChildState) -> str:
     """Where in its training a child is, for a message."""
     return f"at step {state.step} of {state.steps} ({state.what})"
+
+
+def _computing(state: ChildState) -> str | None:
+    """Where in its training a child is while the rule or the task computes; None while neither does."""
+    return _at(state) if state.what in (STEP, FIRST_STEPS, EVALUATION) else None
+
+
+def _name(number: int) -> str:
+    """Names a signal, such as "SIGTERM (Terminated)"."""
+    short = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+    return f"{short} ({signal.strsignal(number)})"
 
 
 def _gib(size: float) -> str:
