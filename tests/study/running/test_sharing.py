@@ -181,6 +181,18 @@ def test_a_joined_driver_goes_on_when_the_holder_has_died_and_keeps_what_was_del
     assert_ledger_is_of(lab / "deltalab.db", schedule.plan)
 
 
+def test_who_wants_to_join_a_holder_that_has_died_goes_on_in_its_place(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, held: tuple[Sharing, Schedule], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, schedule = held
+    executed = Executed(monkeypatch)
+    schedule.store.close()
+    result = run_study_file(lab / "s.yaml", db=lab / "deltalab.db", executor="inline", join=True)
+    assert (result.state, result.trials, len(executed.by)) == ("done", 10, 10)
+    assert "is gone; this one goes on in its place" in caplog.text
+    assert_ledger_is_of(lab / "deltalab.db", schedule.plan)
+
+
 def test_a_joined_driver_ends_with_a_holder_that_was_told_to_stop(
     lab: Path, monkeypatch: pytest.MonkeyPatch, held: tuple[Sharing, Schedule]
 ) -> None:

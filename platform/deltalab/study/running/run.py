@@ -42,7 +42,7 @@ from deltalab.study.running.sharing import (
     JoinedProgressBars,
     JoinedStacks,
     Sharing,
-    living_driver,
+    driver_of,
     record_delivered,
     weights_folder,
 )
@@ -334,8 +334,11 @@ def _take_part(
 
     If that driver has died, returns the folder or the URL of its weights, so that this driver goes on there.
     """
-    driver = living_driver(store, plan)
+    driver, lives = driver_of(store, plan)
     runs = weights_folder(storage, driver)
+    if not lives:
+        _log.warning(f"study '{plan.spec.name}': its driver {driver.where} is gone; this one goes on in its place")
+        return runs
     _log.warning(f"study '{plan.spec.name}': takes part in what runs {driver.where}")
     with (
         JoinedStacks(plan, store, driver.study_id, runs) as joined,

@@ -295,7 +295,7 @@ class JoinedStacks:
         """Does what `Schedule.unfinished` does, but a stack that the infrastructure lost goes back to the holder."""
         if lost.of == "infrastructure":
             stack_id = self._of(stack[0].key)
-            queue.deliver(self._store, self._member, stack_id, lost=json.dumps([str(lost), lost.of]))
+            queue.deliver(self._store, self._member, stack_id, lost=json.dumps([str(lost), lost.of, lost.at]))
             self._forget(stack_id)
         elif len(stack) > 1:
             self._parts += [[job] for job in stack]
@@ -353,22 +353,25 @@ class JoinedProgressBars(ProgressBars):
         self._joined.advanced(stack, step)
 
 
-def living_driver(store: Store, plan: Plan) -> Driver:
-    """Returns the driver that runs a plan's study, if that driver lives.
+def driver_of(store: Store, plan: Plan) -> tuple[Driver, bool]:
+    """Returns the driver that holds a plan's study, and whether it lives.
 
-    If this process cannot see the driver's process, it waits until the counter of the driver's heartbeat moves.
+    If this process cannot see the driver's process, it waits until the counter of the driver's heartbeat moves, or has
+    stood still for too long.
 
     Raises:
-        InputError: Nobody runs the study, or it runs with other settings.
+        InputError: Nobody holds the study, or it runs with other settings.
     """
     watched, first = DriverWatch(), None
     while True:
         study, driver = store.held(plan.identity)
-        if driver is None or watched.gone(driver):
+        if driver is None:
             break
+        if watched.gone(driver):
+            return driver, False
         first = first or driver
         if drivers.lives(driver) or driver.beat != first.beat:
-            return driver
+            return driver, True
         time.sleep(POLL_SECONDS)
     name = plan.spec.name
     others = [other for other in store.studies() if study is None or other.id != study.id]
