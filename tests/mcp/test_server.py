@@ -53,8 +53,7 @@ def talk(made: Any, what: Callable[[Any], Awaitable[Any]]) -> Any:
 
 def error_of(result: Any) -> dict[str, Any]:
     assert result.is_error
-    text = result.content[0].text
-    return json.loads(text[text.index("{") :])["error"]
+    return json.loads(result.content[0].text)["error"]
 
 
 async def answer(client: Any, tool: str, **arguments: Any) -> dict[str, Any]:
@@ -93,7 +92,16 @@ def test_wrong_arguments_are_told_before_anything_runs(processes: Processes) -> 
         assert error_of(await client.call_tool("poll", {"task": "7"}))["kind"] == "unknown"
         assert error_of(await client.call_tool("list", {"kind": "rules", "text": "x"}))["where"] == "text"
         assert error_of(await client.call_tool("show", {"kind": "rule", "name": "x", "settings": ["a=1"]}))
-        assert (await client.call_tool("list", {"kind": "everything"})).is_error
+        error = error_of(await client.call_tool("list", {"kind": "rule"}))
+        assert (error["kind"], error["where"], error["key"], error["nearest"]) == ("unknown", "list", "rule", "rules")
+        error = error_of(await client.call_tool("list", {"kindd": "rules"}))
+        assert (error["kind"], error["key"], error["nearest"]) == ("unknown", "kindd", "kind")
+        error = error_of(await client.call_tool("run", {"study": "study.yaml", "workers": 0}))
+        assert (error["kind"], error["where"], error["key"]) == ("input", "run", "workers")
+        error = error_of(await client.call_tool("plan", {}))
+        assert (error["where"], error["key"]) == ("plan", "study")
+        error = error_of(await client.call_tool("polls", {}))
+        assert (error["kind"], error["key"], error["nearest"]) == ("unknown", "polls", "poll")
 
     talk(server(processes, allow=ALLOWED, most_minutes=2), wrong)
     assert not processes._all

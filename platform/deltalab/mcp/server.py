@@ -3,14 +3,15 @@
 import inspect
 import json
 import os
+import re
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from deltalab import __version__
 from deltalab.errors import InputError, NotInstalled, unknown
@@ -204,27 +205,38 @@ def server(processes: Processes, *, allow: Sequence[str] = (), most_minutes: flo
     try:
         from mcp.server import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError
-        from mcp.types import ToolAnnotations
+        from mcp.types import CallToolResult, TextContent, ToolAnnotations
     except ImportError:
         raise NotInstalled("a server needs the package mcp, 2 or newer", "'deltalab[mcp]'") from None
     tools = Tools(processes, most_minutes)
     left_out = [name for name in ALLOWED if name not in allow]
     without = f"Not offered here, for want of `deltalab mcp --allow`: {', '.join(left_out)}.\n" if left_out else ""
 
-    class KnownArguments(MCPServer[Any]):  # type: ignore[misc]
-        """A server that refuses arguments that a tool does not have, which the SDK leaves out without a word."""
+    class ErrorsAsJson(MCPServer[Any]):  # type: ignore[misc]
+        """A server whose errors are JSON alone, before which the SDK sets words of its own.
+
+        It refuses arguments that a tool does not have, which the SDK leaves out without a word.
+        """
 
         async def call_tool(self, name: str, arguments: dict[str, Any], *more: Any) -> Any:
-            known = [*inspect.signature(getattr(tools, name)).parameters] if name in offered else [*arguments]
-            for key in arguments:
-                if key not in known:
-                    raise ToolError(json.dumps({"error": unknown("argument", key, known, where=name).fields()}))
-            return await super().call_tool(name, arguments, *more)
+            try:
+                _require_known(name, arguments, offered)
+                return await super().call_tool(name, arguments, *more)
+            except InputError as error:
+                told = json.dumps({"error": error.fields()})
+            except ToolError as error:
+                if isinstance(error.__cause__, ValidationError):
+                    told = json.dumps({"error": _of_argument(name, error.__cause__).fields()})
+                elif isinstance(error.__cause__, ToolError):
+                    told = str(error.__cause__)
+                else:
+                    raise
+            return CallToolResult(content=[TextContent(type="text", text=told)], is_error=True)
 
-    made = KnownArguments("deltalab", instructions=INSTRUCTIONS + without, version=__version__, log_level="WARNING")
+    made = ErrorsAsJson("deltalab", instructions=INSTRUCTIONS + without, version=__version__, log_level="WARNING")
     reads = (tools.list, tools.show, tools.plan, tools.report, tools.compare, tools.diff, tools.trace, tools.poll)
     chosen = (*reads, tools.check, tools.cancel, *(getattr(tools, name) for name in allow))
-    offered = {tool.__name__ for tool in chosen}
+    offered = {tool.__name__: inspect.signature(tool).parameters for tool in chosen}
     for tool in chosen:
         annotations = ToolAnnotations(
             read_only_hint=tool in reads, destructive_hint=tool == tools.cancel, open_world_hint=False
@@ -249,6 +261,24 @@ def serve(plugins: Sequence[Path], db: str | None, *, allow: Sequence[str], most
         made.run("stdio")
     finally:
         processes.close()
+
+
+def _require_known(tool: str, arguments: Mapping[str, Any], offered: Mapping[str, Iterable[str]]) -> None:
+    """Raises `InputError` if the tool is not offered, or does not have an argument."""
+    if tool not in offered:
+        raise unknown("tool", tool, offered)
+    for key in arguments:
+        if key not in offered[tool]:
+            raise unknown("argument", key, offered[tool], where=tool)
+
+
+def _of_argument(tool: str, error: ValidationError) -> InputError:
+    """Returns what is wrong with an argument's value: one of the first that pydantic refuses."""
+    first = error.errors()[0]
+    key, expected = str(first["loc"][0]), first.get("ctx", {}).get("expected")
+    if first["type"] == "literal_error" and expected is not None:
+        return unknown(key, first["input"], re.findall(r"'(.*?)'", expected), where=tool)
+    return InputError(f"{key}: {first['msg'].replace('Input should', 'must')}", where=tool, key=key)
 
 
 def _with_errors(tool: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
