@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltalab.cli.options import AsJson, Db, Overrides, Profile
+from deltalab.cli.options import AsJson, Db, Overrides, Profile, Progress
 
 
 def score(
@@ -17,6 +17,7 @@ def score(
     executor: Annotated[str, typer.Option(help="ray, or inline for one stack at a time without Ray.")] = "ray",
     workers: Annotated[int | None, typer.Option(min=1, max=10_000, help="Stacks of trials at a time.")] = None,
     as_json: AsJson = False,
+    progress_form: Progress = "text",
 ) -> None:
     """Score a rule as an arm of a study: keep it or not, with at most 5% of loops keeping any by noise.
 

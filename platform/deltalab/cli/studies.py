@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -28,6 +29,8 @@ Side = Annotated[
 ]
 
 console = Console()
+MOST_NAMED = 3
+"""The names of hidden studies that a list tells."""
 
 
 def add_to(study: typer.Typer) -> None:
@@ -75,9 +78,11 @@ def listing(
     for row in table_rows:
         row["progress"] = running[row["id"]].line if row["id"] in running else None
     _print(table_rows, as_json)
-    left_out = sum(row.hidden for row in rows) if not (every or as_json) else 0
+    left_out = Counter(row.name for row in rows if row.hidden and not (every or as_json))
     if left_out:
-        progress.note(f"{left_out} hidden: --all lists them, too")
+        named = [f"{count} of {name}" for name, count in left_out.most_common(MOST_NAMED)]
+        more = ", ..." if len(left_out) > MOST_NAMED else ""
+        progress.note(f"{left_out.total()} hidden ({', '.join(named)}{more}): --all lists them, too")
 
 
 def _row(row: "ListedStudy", arms: list[str], trials: int, best: str) -> dict[str, Any]:

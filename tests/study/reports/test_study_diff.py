@@ -166,7 +166,7 @@ def test_the_list_shows_tags_and_leaves_out_what_is_hidden(store: Store, ablatio
     assert names("nonesuch") == []
     said = platform("study", "list")
     assert "paper" in said.out
-    assert said.err == "1 hidden: --all lists them, too\n"
+    assert said.err == "1 hidden (1 of other): --all lists them, too\n"
     platform("study", "unhide", "other:gpu")
     assert names() == ["other", "ablation"]
 

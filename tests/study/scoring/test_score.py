@@ -106,6 +106,15 @@ def test_a_planted_gain_is_kept_on_seeds_that_nothing_trained_with(here: Path, t
     assert {job.config["rule"]["name"] for job in trained} == {"linear_attention", "better"}, "no arm of the file"
 
 
+def test_a_wrong_executor_is_refused_before_a_proposal_counts_and_beside_a_known_answer(here: Path) -> None:
+    known = proposal(here, "known")
+    scored(here, known)
+    for file in (known, proposal(here, "other")):
+        with pytest.raises(InputError, match="--executor: unknown executor 'inlin'; did you mean 'inline'"):
+            scoring.score(file, STUDY, RunSettings(db=here / "lab.db", executor="inlin"))  # type: ignore[arg-type]
+    assert scored(here, proposal(here, "next")).artifacts["proposal"] == 2
+
+
 def test_less_of_a_loss_is_a_gain(here: Path) -> None:
     answer = scored(here, proposal(here, "better", "gain = 4"), task={"text": {"length": 16}})
     assert answer.verdict == "keep"

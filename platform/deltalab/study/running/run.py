@@ -233,8 +233,8 @@ Execute = Callable[[StackSource, Path | str, ProgressBars], None]
 """Runs all stacks of a source, with the folder or the URL of weights, and shows them."""
 
 
-def _require_runnable(plan: Plan, settings: RunSettings) -> None:
-    """Raises `InputError` if the settings do not go together, or if this machine cannot run the study."""
+def require_settings(settings: RunSettings) -> None:
+    """Raises `InputError` if the settings do not go together, whatever the study."""
     executor, address, workers = settings.executor, settings.address, settings.workers
     if executor not in ("ray", "inline"):
         raise unknown("executor", executor, ("ray", "inline"), where="--executor")
@@ -246,11 +246,16 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
         raise InputError(f"--backup-every must be from 1s to 168h, not {settings.backup_every:g} s")
     if executor == "inline" and (address is not None or (workers or 1) > 1):
         raise InputError("--executor inline runs one stack at a time: --workers and --address are Ray's")
+
+
+def _require_runnable(plan: Plan, settings: RunSettings) -> None:
+    """Raises `InputError` if the settings do not go together, or if this machine cannot run the study."""
+    require_settings(settings)
     if plan.spec.engine is not None:
         version_of(plan.spec.engine.name)
         if "://" in (settings.storage or "").removeprefix("file://"):
             raise InputError(f"--storage {settings.storage}: an engine's checkpoints need a folder, not a URL")
-    if executor == "ray":
+    if settings.executor == "ray":
         temporary()
     if plan.spec.search is not None and plan.spec.search.proposals not in (None, EVOLUTION):
         try:
@@ -262,9 +267,9 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
     gpu = plan.spec.resources.gpu
     for arm in plan.arms:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"
-        if gpu and device != "cpu" and address is None and not torch.cuda.is_available():
+        if gpu and device != "cpu" and settings.address is None and not torch.cuda.is_available():
             raise InputError(f"{plan.study_file}: resources: a stack wants {gpu:g} GPU; this machine has none")
-        if not gpu and device == "cuda" and executor == "ray":
+        if not gpu and device == "cuda" and settings.executor == "ray":
             raise InputError(f"{plan.study_file}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
 
 

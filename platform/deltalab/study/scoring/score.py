@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from deltalab.authoring.quarantine import quarantined
 from deltalab.errors import InputError
+from deltalab.reading import missing_file
 from deltalab.registry import add_plugin
 from deltalab.statistics.joint_test import ALPHA, Difference, compare
 from deltalab.statistics.pairs import Contrast, Paired
@@ -19,7 +20,7 @@ from deltalab.store.studies import proposals, shelf
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.planning.make import make_plan, plan_study
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.run import RunSettings, run_study
+from deltalab.study.running.run import RunSettings, require_settings, run_study
 from deltalab.study.scoring import design
 from deltalab.study.specs.overrides import Overrides
 from deltalab.study.specs.recorded_study import recorded_tasks
@@ -71,13 +72,15 @@ def score(
         overrides: Settings in place of the file's.
 
     Raises:
-        InputError: A file is missing, or the study has a search, sizes, a single seed, or several tasks without bounds.
+        InputError: A file is missing, the settings do not go together, or the study has a search, sizes, a single seed,
+            or several tasks without bounds.
         Busy: Another process scores the same file.
     """
     if not rule_file.is_file():
-        raise InputError(f"{rule_file}: no such rule file")
+        raise missing_file(rule_file, "rule file")
     if rule_file.suffix != ".py":
         raise InputError(f"{rule_file}: a rule is a Python file, whose name ends in .py")
+    require_settings(settings)
     plan = plan_study(study, profile=profile, overrides=overrides)
     _require_scorable(plan)
     screening = _spec(plan, None, seeds=plan.spec.looks[0].seeds)
