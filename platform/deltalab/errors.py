@@ -18,7 +18,7 @@ class InputError(ValueError):
     Args:
         problem: What is wrong. The whole line, where the fields are not known.
         where: The place of the wrong input: a file, an option, a key above it. The line begins with it.
-        key: The word of the user that is wrong.
+        key: The word of the user that is wrong; for a value that is no word, the key of the value.
         allowed: What may stand in its place; None if this cannot be listed.
         nearest: The one of `allowed` with the nearest spelling.
         mend: What the user can do, such as a command. The line ends with it.
@@ -54,6 +54,20 @@ class InputError(ValueError):
         self.kind = kind or self.kind
         self.where, self.key, self.nearest, self.mend = where or None, key, nearest, mend
         self.allowed = None if allowed is None else list(allowed)
+
+    def with_fields(
+        self, *, key: str | None = None, allowed: Sequence[str] | None = None, nearest: str | None = None
+    ) -> "InputError":
+        """Gives the error fields that its line says in words of its own, and returns it.
+
+        Examples:
+            >>> error = InputError("model.mlp must be true or false, not 'no!'")
+            >>> error.with_fields(key="model.mlp", allowed=["true", "false"]).fields()["allowed"]
+            ['true', 'false']
+        """
+        self.key, self.nearest = key or self.key, nearest or self.nearest
+        self.allowed = self.allowed if allowed is None else list(allowed)
+        return self
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields for a program: `kind`, `where`, `key`, `allowed`, `nearest`, `mend` and `message`.
@@ -150,6 +164,11 @@ def one_line(text: str, letters: int = 2000) -> str:
     return shortened("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), letters)
 
 
+def nearest_of(given: str, allowed: Iterable[str]) -> str | None:
+    """Returns the name with the nearest spelling; None if none is near enough to suggest."""
+    return next(iter(get_close_matches(given, list(allowed), n=1, cutoff=NEAR)), None)
+
+
 def unknown(what: str, given: object, allowed: Iterable[object], *, where: str = "") -> InputError:
     """Returns an `InputError` that lists the allowed names and suggests the one with the nearest spelling.
 
@@ -179,7 +198,7 @@ def unknown(what: str, given: object, allowed: Iterable[object], *, where: str =
         start = ""
     # Without the beginning that they share, `model.moe` is not near `model.rope`.
     beside = [name.removeprefix(start) for name in names if name.startswith(start)]
-    near = get_close_matches(given.removeprefix(start), beside, n=1, cutoff=NEAR)
-    nearest = f"{start}{near[0]}" if near else None
+    near = nearest_of(given.removeprefix(start), beside)
+    nearest = None if near is None else f"{start}{near}"
     problem = f"unknown {what} '{given}'"
     return InputError(problem, where=where, key=given, allowed=names, nearest=nearest, kind="unknown")

@@ -157,7 +157,8 @@ class Gate:
             if name not in names:
                 raise unknown("option", name, names, where=f"{where}: gate '{self.kind}'")
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                raise InputError(f"{where}: {self.kind}.{name} takes a finite number, not {number!r}")
+                problem = f"{self.kind}.{name} takes a finite number, not {number!r}"
+                raise InputError(problem, where=where, key=f"{self.kind}.{name}")
         try:
             gate = self.again(**{**dict(self.options), **given})
         except InputError as error:

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 
 from deltalab.errors import InputError
+from deltalab.reading import missing_file
 
 MODULE = "deltalab_plugin_"
 """The prefix of the name of every module that is imported from a plugin file."""
@@ -42,7 +43,7 @@ def import_file(path: Path) -> ModuleType:
         InputError: There is no such file, or it does not import.
     """
     if not path.is_file():
-        raise InputError(f"{path}: no such plugin file")
+        raise missing_file(path, "plugin file")
     name = module_name(path)
     if name in sys.modules:
         return sys.modules[name]

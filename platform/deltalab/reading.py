@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, nearest_of
 
 MOST_BYTES = 2**18
 """The most bytes that a YAML file may have. PyYAML reads slowly, letter by letter."""
@@ -66,6 +66,23 @@ def read_text(file: Path, *, most: int = MOST_BYTES) -> str:
         raise InputError(f"{file}: cannot be read: {reason}") from None
 
 
+def missing_file(file: Path, what: str) -> InputError:
+    """Returns an `InputError` about a file that is not there, which suggests the nearest one of its kind beside it.
+
+    Args:
+        file: The path of the user.
+        what: What the file should be, such as "study".
+    """
+    try:
+        beside = sorted(other.name for other in file.parent.iterdir() if other.suffix == file.suffix)
+    except OSError:  # The folder is missing, too.
+        beside = []
+    near = nearest_of(file.name, beside)
+    hint = "" if near is None else f"; did you mean {file.parent / near}?"
+    error = InputError(f"no such {what}{hint}", where=str(file), key=file.name)
+    return error.with_fields(allowed=beside, nearest=near)
+
+
 def read_yaml(text: str, *, where: str) -> Any:
     """Reads YAML of texts, numbers, true, false, null, lists, and mappings whose keys are texts.
 
@@ -80,7 +97,7 @@ def read_yaml(text: str, *, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise InputError(f"{where}{line}: {error.problem}") from None
+        raise InputError(str(error.problem), where=f"{where}{line}", key=getattr(error, "key", None)) from None
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     except (ValueError, OverflowError, IndexError, KeyError) as error:  # %YAML 9.9, for example
@@ -101,9 +118,9 @@ def read_pairs(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise InputError(f"'{_cut(word)}': give settings as KEY=VALUE")
+            raise InputError(f"'{_cut(word)}': give settings as KEY=VALUE", key=_cut(word))
         if key in values:
-            raise InputError(f"'{_cut(key)}' is given twice")
+            raise InputError(f"'{_cut(key)}' is given twice", key=_cut(key))
         values[key] = read_yaml(value, where=f"'{_cut(word)}'")
     return values
 
@@ -192,7 +209,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 self._refuse("a key must be a word", key)
             if key.value in keys:
-                self._refuse(f"key '{_cut(key.value)}' is given twice", key)
+                self._refuse(f"key '{_cut(key.value)}' is given twice", key, key=_cut(key.value))
             keys.add(key.value)
         mapping = super().construct_mapping(node, deep)
         for key in mapping:
@@ -219,8 +236,10 @@ class _Loader(yaml.SafeLoader):
             self._refuse(f"{_cut(node.value)} is not a finite number", node)
         return value
 
-    def _refuse(self, problem: str, at: Any) -> Any:
-        raise yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+    def _refuse(self, problem: str, at: Any, *, key: str | None = None) -> Any:
+        error = yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+        error.key = key  # type: ignore[attr-defined]
+        raise error
 
 
 def _cut(text: str) -> str:

@@ -364,7 +364,7 @@ def get_task(name: str, /, **params: object) -> Task:
             raise unknown("parameter", parameter, allowed, where=f"task '{name}'")
     missing = [p.name for p in allowed.values() if p.default is p.empty and p.name not in params]
     if missing:
-        raise InputError(f"task '{name}': needs {', '.join(missing)}")
+        raise InputError(f"needs {', '.join(missing)}", where=f"task '{name}'", key=missing[0])
     try:
         task: Task = kind(**params)
         evaluations = task.evaluations()

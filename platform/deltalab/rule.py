@@ -497,10 +497,10 @@ def _choose(value: object, options: tuple[Option, ...], *, where: str) -> Option
         kind = "whole number" if isinstance(options[0], int) else "number"
         most = MOST_KNOB if kind == "whole number" else math.inf
         if isinstance(value, int | float) and value > most:
-            raise InputError(f"{where}: is at most {most:,}, not {value:,}")
+            raise InputError(f"is at most {most:,}, not {value:,}", where=where, key=str(value))
         if isinstance(value, int | float) and smallest <= value < math.inf:
             return type(options[0])(value)  # type: ignore[call-arg, arg-type]
-        raise InputError(f"{where}: takes a {kind} of at least {smallest}, not {value}")
+        raise InputError(f"takes a {kind} of at least {smallest}, not {value}", where=where, key=str(value))
     raise unknown("option", value, options, where=where)
 
 
@@ -513,7 +513,8 @@ def _choose_gate(value: object, options: list[Gate], *, where: str) -> Gate:
     if isinstance(value, str):
         value = {value: {}}
     if not isinstance(value, Mapping) or len(value) != 1:
-        raise InputError(f"{where}: takes one gate, like {options[0].spec()}, not {value!r}")
+        wrong = InputError(f"takes one gate, like {options[0].spec()}, not {value!r}", where=where)
+        raise wrong.with_fields(allowed=[*kinds])
     ((kind, numbers),) = value.items()
     if kind not in kinds:
         raise unknown("gate", kind, kinds, where=where)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import traceback
 from dataclasses import asdict
@@ -41,7 +42,7 @@ from deltalab.cli.options import (
 from deltalab.cli.plugins import model, module, rule, task, trust_folder
 from deltalab.cli.score import score
 from deltalab.cli.train import train
-from deltalab.errors import InputError, WrongRules, one_line, unknown
+from deltalab.errors import InputError, WrongRules, nearest_of, one_line, unknown
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, help="Run, plan, report and start studies.")
@@ -419,8 +420,14 @@ def _of_usage(error: Any) -> InputError:
     if key is None and (param := getattr(error, "param", None)) is not None:
         key = max(param.opts, key=len) if param.param_type_name == "option" else param.metavar or param.name.upper()
     usage = InputError(error.format_message(), key=key, kind="usage")
-    usage.nearest = next(iter(getattr(error, "possibilities", None) or ()), None)  # The message names it.
-    return usage
+    group = getattr(getattr(error, "ctx", None), "command", None)
+    if group is not None and hasattr(error, "option_name"):
+        allowed = [name for param in group.params for name in param.opts if name.startswith("--")]
+    elif group is not None and (command := re.match("No such command '(.*?)'", error.message)):
+        key, allowed = command[1], sorted(group.commands)
+    else:
+        return usage
+    return usage.with_fields(key=key, allowed=allowed, nearest=nearest_of(str(key), allowed))
 
 
 def _report(error: InputError) -> int:

@@ -5,14 +5,14 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from deltalab.data.named_corpora import nearest, written_out
-from deltalab.errors import InputError, NotInstalled, one_line
+from deltalab.errors import InputError, NotInstalled, nearest_of, one_line
+from deltalab.reading import missing_file
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET = ".parquet"
@@ -110,9 +110,7 @@ def _source(name: str, reading: Reading) -> Source:
             "sets of the Hub, and each source is packed whole"
         )
     if path.is_absolute() or name.count("/") > 1 or path.suffix in (".txt", ".json", ".gz", PARQUET, *JSONL):
-        beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
-        near = get_close_matches(path.name, beside, n=1)
-        raise InputError(f"{name}: no such file or folder{f'; did you mean {path.parent / near[0]}?' if near else ''}")
+        raise missing_file(path, "file or folder")
     return Source(written_out(name), None)
 
 
@@ -177,7 +175,7 @@ def _of_parquet(file: Path, size: int, column: str) -> Iterator[tuple[bytes, int
     try:
         table = parquet.ParquetFile(file)
         if column not in table.schema_arrow.names:
-            raise InputError(_missing(str(file), column, table.schema_arrow.names))
+            raise _missing(str(file), column, table.schema_arrow.names)
         number, rows = 0, max(1, table.metadata.num_rows)
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
             for text in batch.column(0).to_pylist():
@@ -245,7 +243,7 @@ def _reason(error: Exception) -> str:
 
 def _text(row: dict[str, Any], field: str, where: str) -> bytes:
     if field not in row:
-        raise InputError(_missing(where, field, list(row)))
+        raise _missing(where, field, list(row))
     text = row[field]
     if text is None:
         return b""
@@ -257,7 +255,9 @@ def _text(row: dict[str, Any], field: str, where: str) -> bytes:
         raise InputError(f"{where}: '{field}' is not Unicode text: {error.reason}") from None
 
 
-def _missing(where: str, field: str, fields: list[str]) -> str:
-    near = get_close_matches(field, fields, n=1)
-    meant = f" did you mean '{near[0]}'?" if near else ""
-    return f"{where}: has no '{field}';{meant} --field names one of: {', '.join(map(str, fields)) or 'nothing'}"
+def _missing(where: str, field: str, fields: list[str]) -> InputError:
+    """The error for a field that rows do not have."""
+    near = nearest_of(field, fields)
+    meant = "" if near is None else f" did you mean '{near}'?"
+    problem = f"has no '{field}';{meant} --field names one of: {', '.join(map(str, fields)) or 'nothing'}"
+    return InputError(problem, where=where, key=field).with_fields(allowed=[*map(str, fields)], nearest=near)

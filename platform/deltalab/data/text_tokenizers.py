@@ -68,13 +68,14 @@ def load_tokenizer(name: str) -> tuple["Tokenizer", dict[str, Any]]:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         if path.exists() or path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise InputError(f"tokenizer '{name}': there is no file {file}")
+            raise InputError(f"tokenizer '{name}': there is no file {file}", key=name)
         try:
             tokenizer = library.Tokenizer.from_pretrained(name)
         except Exception as error:
             raise InputError(
                 f"tokenizer '{name}' is neither {BYTES}, a file, a folder with {FILE}, nor a name that the Hugging "
-                f"Face Hub gives: {_first_line(error)}"
+                f"Face Hub gives: {_first_line(error)}",
+                key=name,
             ) from None
         return _described(tokenizer, "file", name, {})
     try:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from deltalab.errors import InputError
+from deltalab.errors import InputError, nearest_of
 from deltalab.evaluation.items import Items, item_id
 from deltalab.evaluation.loss import TIMES
 from deltalab.evaluation.model_folder import ModelFolder
@@ -294,8 +293,7 @@ def _task_of(file: Path) -> str:
 
 def _unknown(task: str, known: Sequence[str]) -> InputError:
     """The error for a task that does not exist, with the nearest name among those that are known."""
-    near = get_close_matches(task, [*OWN, *known], n=1)
-    suggestion = f" did you mean '{near[0]}'?" if near else ""
-    return InputError(
-        f"unknown task '{task}';{suggestion} ours are {', '.join(OWN)}; `lm-eval ls tasks` lists the harness's"
-    )
+    near = nearest_of(task, [*OWN, *known])
+    suggestion = "" if near is None else f" did you mean '{near}'?"
+    problem = f"unknown task '{task}';{suggestion} ours are {', '.join(OWN)}; `lm-eval ls tasks` lists the harness's"
+    return InputError(problem, key=task, kind="unknown").with_fields(nearest=near)  # The harness has 10,000 tasks.

@@ -176,10 +176,12 @@ class ModelSpec:
         if self.key_dim is not None:
             whole("key_dim", self.key_dim, least=1)
         elif self.d_model % self.heads:
-            raise InputError(f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim")
+            problem = f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim"
+            raise InputError(problem, key="model.d_model")
         for name in ("qk_norm", "token_shift", "low_rank_bias", "conv_bias", "skip", "mlp", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
+                wrong = InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
+                raise wrong.with_fields(key=f"model.{name}", allowed=["true", "false"])
         if (
             isinstance(self.expand_v, bool)
             or not isinstance(self.expand_v, int | float)
@@ -419,7 +421,7 @@ class ModelSpec:
                 continue
             whole(name, count, least=1)
             if self.heads % count:
-                raise InputError(f"model.{name} must divide heads {self.heads}, not be {count}")
+                raise InputError(f"model.{name} must divide heads {self.heads}, not be {count}", key=f"model.{name}")
         if self.kv_heads not in (None, self.heads) and self.own_qk_heads < self.heads:
             raise InputError(
                 "model.kv_heads: a layer shares k and v, or q and k by qk_heads (1 in mamba blocks), and not both; "
@@ -429,7 +431,8 @@ class ModelSpec:
     def _check_rope(self) -> None:
         if not isinstance(self.rope, bool):
             if not isinstance(self.rope, int | float) or not 1 < self.rope < 1e12:
-                raise InputError(f"model.rope must be true, false or a base above 1, not {self.rope!r}")
+                problem = f"model.rope must be true, false or a base above 1, not {self.rope!r}"
+                raise InputError(problem, key="model.rope")
             object.__setattr__(self, "rope", True if self.rope == ROPE else float(self.rope))
         key_dim = self.head_dims[0]
         if self.rope and self.rope_dim is None and key_dim % 2:
@@ -474,7 +477,7 @@ class ModelSpec:
             if value is None and name != "norm_eps":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-                raise InputError(f"model.{name} must be a positive number, not {value!r}")
+                raise InputError(f"model.{name} must be a positive number, not {value!r}", key=f"model.{name}")
             object.__setattr__(self, name, float(value))
         if self.base_width is not None:
             whole("base_width", self.base_width, least=1)
@@ -557,6 +560,7 @@ class ModelSpec:
             object.__setattr__(self, "attention", tuple(self.attention))
             for layer in self.attention:
                 if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
-                    raise InputError(f"model.attention names layer {layer!r}; there are 0 to {self.depth - 1}")
+                    wrong = InputError(f"model.attention names layer {layer!r}; there are 0 to {self.depth - 1}")
+                    raise wrong.with_fields(key="model.attention", allowed=[*map(str, range(self.depth))])
         if self.window and not self.attention:
             raise InputError("model.window has no effect without attention layers")

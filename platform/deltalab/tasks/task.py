@@ -187,7 +187,8 @@ class Task(ABC):
         """
         if not right:
             value = getattr(self, parameter)
-            raise InputError(f"task '{self.name}': parameter '{parameter}' {rule}, not {value!r}")
+            problem = f"parameter '{parameter}' {rule}, not {value!r}"
+            raise InputError(problem, where=f"task '{self.name}'", key=parameter)
 
     def batch(self, split: str, size: int, seed: int, step: int, device: torch.device | str = "cpu") -> Batch:
         """Returns a batch, which is the same on every device and does not depend on earlier draws.

@@ -81,9 +81,10 @@ class TrainSpec:
         for name in ("steps", "batch_size", "evaluations", "eval_batches"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"train.{name} must be a whole number of at least 1, not {value!r}")
+                problem = f"train.{name} must be a whole number of at least 1, not {value!r}"
+                raise InputError(problem, key=f"train.{name}")
             if value > MOST[name]:
-                raise InputError(f"train.{name} must be at most {MOST[name]:,}, not {value:,}")
+                raise InputError(f"train.{name} must be at most {MOST[name]:,}, not {value:,}", key=f"train.{name}")
         for name, high in (
             ("lr", MOST_RATE),
             ("weight_decay", MOST_RATE),
@@ -94,13 +95,15 @@ class TrainSpec:
         ):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= high:
-                raise InputError(f"train.{name} must be a finite number from 0 to {high:g}, not {value!r}")
+                problem = f"train.{name} must be a finite number from 0 to {high:g}, not {value!r}"
+                raise InputError(problem, key=f"train.{name}")
             # 1 and 1.0 must give the same trial.
             object.__setattr__(self, name, float(value))
         if self.seconds is not None:
             if not _is_number(self.seconds) or not 0 < self.seconds <= MOST_SECONDS:
                 raise InputError(
-                    f"train.seconds must be a number above 0 and at most {MOST_SECONDS:g}, not {self.seconds!r}"
+                    f"train.seconds must be a number above 0 and at most {MOST_SECONDS:g}, not {self.seconds!r}",
+                    key="train.seconds",
                 )
             object.__setattr__(self, "seconds", float(self.seconds))
         betas = self.betas
@@ -109,10 +112,11 @@ class TrainSpec:
             or len(betas) != 2
             or not all(_is_number(b) and 0 <= b < 1 for b in betas)
         ):
-            raise InputError(f"train.betas must be two numbers in [0, 1), not {betas!r}")
+            raise InputError(f"train.betas must be two numbers in [0, 1), not {betas!r}", key="train.betas")
         object.__setattr__(self, "betas", tuple(map(float, betas)))
         if self.evaluations > self.steps:
-            raise InputError(f"train.evaluations {self.evaluations} exceed steps {self.steps}")
+            problem = f"train.evaluations {self.evaluations} exceed steps {self.steps}"
+            raise InputError(problem, key="train.evaluations")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed, where=f"train.{name}")

@@ -130,7 +130,7 @@ def test_a_path_leads_to_any_key(file: str, word: str, found: Callable[[object],
         (["ablate.1=b"], "command line: ablate.1: ablate has no entry '1': its entries are 0 to 0"),
         (["ablate.0="], "command line: ablate.0: an entry of a list cannot be taken away: give the whole list"),
         (["seeds.at_least=6"], "command line: seeds.at_least: seeds is 2, which has no key 'at_least'"),
-        (["family="], "command line: family=: takes away what is not there: unknown key 'family'"),
+        (["family="], "command line: family=: unknown key to take away 'family'"),
         (["tune.trials="], "command line: tune.trials is missing"),
         (["profiles.x.seeds=2"], "command line: profiles.x.seeds=2: unknown key 'profiles'"),
         (

@@ -335,7 +335,7 @@ def new_study(name: str, directory: Path = Path("studies")) -> Path:
     older schema.
     """
     if name != name.lower():
-        raise InputError(f"'{name}' cannot name a study: take lower case, as in {name.lower()}")
+        raise InputError(f"'{name}' cannot name a study: take lower case, as in {name.lower()}", key=name)
     file = _write(name, directory / f"{name}.yaml", "study", STUDY, list(shipped_studies()))
     schema = directory / SCHEMA.name
     with suppress(OSError):  # only editors use the schema: the study works without it
@@ -361,11 +361,12 @@ def free_name(name: str, kind: str, taken: list[str]) -> None:
         InputError: Python or another rule, task or study uses the name.
     """
     if not name.isidentifier() or name.startswith("_"):
-        raise InputError(f"'{name}' cannot name a {kind}: take letters, digits and _, a letter first, as in my_{kind}")
+        problem = f"'{name}' cannot name a {kind}: take letters, digits and _, a letter first, as in my_{kind}"
+        raise InputError(problem, key=name)
     if keyword.iskeyword(name):
-        raise InputError(f"'{name}' cannot name a {kind}: it is a word of Python's own")
+        raise InputError(f"'{name}' cannot name a {kind}: it is a word of Python's own", key=name)
     if name in taken:
-        raise InputError(f"there is a {kind} '{name}' already: take another name")
+        raise InputError(f"there is a {kind} '{name}' already", key=name, mend="take another name")
 
 
 def class_name(name: str, kind: str, text: str) -> str:
@@ -390,7 +391,7 @@ def write_file(file: Path, text: str) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
-            raise InputError(f"{file} exists already: take another name")
+            raise InputError(f"{file} exists already", key=file.name, mend="take another name")
         partial.write_text(text, encoding="utf-8")
         is_first = file.suffix == ".py" and not any(file.parent.glob("*.py"))
         partial.replace(file)

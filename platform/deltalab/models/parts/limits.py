@@ -31,6 +31,7 @@ The largest value of `layers` also bounds the number of blocks.
 def whole(name: str, value: object, *, least: int) -> None:
     """Raises `InputError` if the setting `name` of a model is no whole number from `least` to its limit in `MOST`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"model.{name} must be a whole number of at least {least}, not {value!r}")
+        problem = f"model.{name} must be a whole number of at least {least}, not {value!r}"
+        raise InputError(problem, key=f"model.{name}")
     if value > (most := MOST.get(name, MOST["layers"])):
-        raise InputError(f"model.{name} must be at most {most:,}, not {value:,}")
+        raise InputError(f"model.{name} must be at most {most:,}, not {value:,}", key=f"model.{name}")

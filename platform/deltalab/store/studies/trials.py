@@ -249,10 +249,11 @@ def find_trial(store: Ledger, key: str) -> TrialDetails:
             )
         )
         if not keys:
-            raise InputError(f"no trial's key begins with '{key}'")
+            raise InputError(f"no trial's key begins with '{key}'", key=key)
         if keys[0] != key and len(keys) > 1:
             ellipsis = ", ..." if len(keys) > KEYS_SHOWN else ""
-            raise InputError(f"several trials' keys begin with '{key}': {', '.join(keys[:KEYS_SHOWN])}{ellipsis}")
+            several = f"several trials' keys begin with '{key}': {', '.join(keys[:KEYS_SHOWN])}{ellipsis}"
+            raise InputError(several, key=key).with_fields(allowed=keys[:KEYS_SHOWN])
         trial, rule = session.execute(select(Trial, RuleVersion).join(RuleVersion).where(Trial.key == keys[0])).one()
         columns = Study.id, Study.name, Study.profile, Arm.name, Arm.is_base, ArmTrial.number, ArmTrial.values
         holding = select(*columns).join_from(ArmTrial, Arm).join(Study).where(ArmTrial.trial_id == trial.id)

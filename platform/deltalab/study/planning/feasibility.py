@@ -43,7 +43,8 @@ def check_space(plan: Plan) -> list[str]:
         space = _space(plan, task)
         if space.whole is not None and space.trials > space.whole:
             own = "" if space is plan.budget else f" on task '{task}'"
-            raise InputError(f"{key}.trials {space.trials}: there are only {space.whole} choices to try{own}")
+            problem = f"{key}.trials {space.trials}: there are only {space.whole} choices to try{own}"
+            raise InputError(problem, key=f"{key}.trials")
     notes = _check_models(plan, key)
     try:
         plan.objectives  # noqa: B018 raises for those that do not exist
@@ -144,7 +145,8 @@ def _check_models(plan: Plan, key: str) -> list[str]:
             paths = list(space.searched)
             raise InputError(
                 f"arm '{arm.name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{arm.task}' "
-                f"once {', '.join(paths)} {'is' if len(paths) == 1 else 'are'} tuned"
+                f"once {', '.join(paths)} {'is' if len(paths) == 1 else 'are'} tuned",
+                key=arm.name,
             )
     return note
 

@@ -164,9 +164,8 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
         for name, config in resolved.items():
             twin = seen.setdefault(json.dumps(config, sort_keys=True), name)
             if twin != name:
-                raise InputError(
-                    f"arm '{name}' is the same as {twin if twin == 'base' else repr(twin)} on task '{task_name}'"
-                )
+                same = twin if twin == "base" else repr(twin)
+                raise InputError(f"arm '{name}' is the same as {same} on task '{task_name}'", key=name)
             change_of = difference(resolved["base"], config)
             arms.append(PlannedArm(name, task_name, name == "base", config, change_of, flops))
         for i in range(finalists):
@@ -209,7 +208,7 @@ def _changes(spec: StudySpec) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     for part in spec.ablate:
         if f"without_{part}" in changes:
-            raise InputError(f"ablate: '{part}' is given twice")
+            raise InputError(f"'{part}' is given twice", where="ablate", key=part)
         changes[f"without_{part}"] = _without(base, [part], "ablate")
     for pair in spec.factorial:
         changes["_".join(f"without_{part}" for part in pair)] = _without(base, list(pair), "factorial")
@@ -217,7 +216,7 @@ def _changes(spec: StudySpec) -> dict[str, Change]:
             changes.setdefault(f"without_{part}", _without(base, [part], "factorial"))
     for name, change in spec.arms.items():
         if name == "base" or name in changes:
-            raise InputError(f"arms.{name}: there is such an arm already")
+            raise InputError("there is such an arm already", where=f"arms.{name}", key=name)
         changes[name] = change
     return changes
 

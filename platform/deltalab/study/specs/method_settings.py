@@ -63,10 +63,10 @@ def resolve_method(method: Method, task: Task, counter: CostCounter | None = Non
     """
     try:
         if "rule" in method.model:
-            raise InputError("model.rule stands one level up, beside model and train")
+            raise InputError("model.rule stands one level up, beside model and train", key="model.rule")
         for key in OF_THE_TASK:
             if key in method.model:
-                raise InputError(f"model.{key} is set by task '{task.name}': leave it out")
+                raise InputError(f"model.{key} is set by task '{task.name}': leave it out", key=f"model.{key}")
         return resolve({"rule": rule_of(method.rule), "model": method.model, "train": method.train}, task, counter)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
@@ -112,7 +112,7 @@ def within_flops(config: Mapping[str, Any], flops: float) -> dict[str, Any]:
 def _steps_within(flops: object, batch_size: int, model: ModelSpec, task: Task, counter: CostCounter) -> int:
     """Returns the most steps whose operations do not exceed `flops`."""
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < math.inf:
-        raise InputError(f"train.{FLOPS} must be a number above 0, not {flops!r}")
+        raise InputError(f"train.{FLOPS} must be a number above 0, not {flops!r}", key=f"train.{FLOPS}")
     try:
         per_token = counter.whole_flops_per_token(model, task.length)
     except Exception as error:
@@ -142,7 +142,7 @@ def _known(settings: dict[str, Any]) -> dict[str, Any]:
             raise unknown("train key", key, [*names, FLOPS])
     for key in ("steps", "batch_size", "lr"):
         if key not in settings:
-            raise InputError(f"train: needs {key}" + (f" or {FLOPS}" if key == "steps" else ""))
+            raise InputError(f"needs {key}" + (f" or {FLOPS}" if key == "steps" else ""), where="train", key=key)
     return settings
 
 

@@ -66,7 +66,8 @@ def with_overrides(study: Mapping[str, Any], values: Mapping[str, Any], allowed:
     for key, value in values.items():
         parts = key.split(".")
         if not all(parts) or len(parts) > MOST_DEPTH:
-            raise InputError(f"'{key}': a key is up to {MOST_DEPTH} words with dots between, such as train.steps")
+            problem = f"'{key}': a key is up to {MOST_DEPTH} words with dots between, such as train.steps"
+            raise InputError(problem, key=key)
         if parts[0] in OF_THE_BASE:
             _require_effect(changed, key, values)
             parts = ["base", *parts]
@@ -96,7 +97,8 @@ def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
         if isinstance(here, list):
             if not parts[0].isdecimal() or int(parts[0]) >= len(here):
                 known = f"its entries are 0 to {len(here) - 1}" if here else "it is empty"
-                raise InputError(f"{key}: {'.'.join(above)} has no entry '{parts[0]}': {known}")
+                wrong = InputError(f"{'.'.join(above)} has no entry '{parts[0]}': {known}", where=key, key=parts[0])
+                raise wrong.with_fields(allowed=[*map(str, range(len(here)))])
             at: Any = int(parts[0])
             above, parts = [*above, parts[0]], parts[1:]
         else:
@@ -112,7 +114,9 @@ def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
         elif isinstance(below, str) and at == "rule":
             below = {"name": below}
         elif not isinstance(below, dict | list):
-            raise InputError(f"{key}: {'.'.join(above)} is {json.dumps(below)}, which has no key '{'.'.join(parts)}'")
+            lacks = ".".join(parts)
+            problem = f"{'.'.join(above)} is {json.dumps(below)}, which has no key '{lacks}'"
+            raise InputError(problem, where=key, key=lacks)
         here[at] = below
         here = below
     if value is not None:
@@ -120,7 +124,7 @@ def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
     elif isinstance(here, list):
         raise InputError(f"{key}: an entry of a list cannot be taken away: give the whole list")
     elif at not in here:
-        raise unknown("key", at, here, where=f"{key}=: takes away what is not there")
+        raise unknown("key to take away", at, here, where=f"{key}=")
     else:
         del here[at]
 

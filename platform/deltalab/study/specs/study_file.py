@@ -1,7 +1,6 @@
 """Reads a study's YAML file, and refuses what is wrong in it in one line that says how to mend it."""
 
 import copy
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from deltalab.export.recipe import no_graphs
 from deltalab.models.hybrids import PRESET, find_hybrid
 from deltalab.models.spec import MIXER
 from deltalab.own_module import as_rule
-from deltalab.reading import read_text, read_yaml
+from deltalab.reading import missing_file, read_text, read_yaml
 from deltalab.statistics.joint_test import Look
 from deltalab.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
@@ -186,7 +185,7 @@ class StudySpec(_Strict):
         if self.search is not None:
             for key in ("ablate", "factorial", "arms", "tune"):
                 if getattr(self, key):
-                    raise ValueError(f"search makes its own arms and tunes them: leave out {key}")
+                    raise InputError(f"search makes its own arms and tunes them: leave out {key}", key=key)
         return self
 
     @model_validator(mode="after")
@@ -373,9 +372,7 @@ def _read(study_file: str | Path) -> tuple[str, dict[str, Any]]:
     try:
         text = read_text(path)
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.stem, [p.stem for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}.yaml?" if near else ""
-        raise InputError(f"{path}: no such study{hint}") from None
+        raise missing_file(path, "study") from None
     raw = read_yaml(text, where=str(path))
     if not isinstance(raw, dict):
         raise InputError(f"{path}: a study is a mapping with name, task, base and seeds")
@@ -436,7 +433,7 @@ def _first_error(error: ValidationError, where: str = "") -> InputError:
         names = [*kind.model_fields, *{StudySpec: ["profiles"], Seeds: ["after", "arms", "base"]}.get(kind, [])]
         return unknown("key", parts[-1], names, where=": ".join(filter(None, [where, ".".join(parts[:-1])])))
     if first["type"] == "value_error":
-        return InputError(f"{key}{_below(first['msg'])}".removeprefix(": "), where=where)
+        return InputError(f"{key}{_below(first['msg'])}".removeprefix(": "), where=where, key=key or None)
     says = _SAYS.get(first["type"], first["msg"].replace("Input should", "must").replace("String should", "must"))
     if key.endswith(".rule") and first["type"] == "string_type":
         says = "must be a rule's name or a mapping"
