@@ -139,9 +139,9 @@ def test_a_training_tells_its_progress_on_stderr_and_its_end_on_stdout(
         say("step 1/4, loss 2.0")
         return status
 
-    monkeypatch.setattr("deltalab.engines.launch.prepare", lambda *_, **__: SimpleNamespace(run=here / "run"))
+    monkeypatch.setattr("deltalab.engines.preparation.prepare", lambda *_, **__: SimpleNamespace(run=here / "run"))
     monkeypatch.setattr("deltalab.engines.launch.start", start)
-    monkeypatch.setattr("deltalab.engines.launch.last_error", lambda run: "out of memory")
+    monkeypatch.setattr("deltalab.engines.outcome.last_error", lambda run: "out of memory")
     said = platform("train", "out", "--data", "packed", "--json", "--progress", "json")
     assert said.code == status
     assert json.loads(said.err) == {"progress": {"text": "step 1/4, loss 2.0"}}

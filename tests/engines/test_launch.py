@@ -21,8 +21,11 @@ import yaml
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from deltalab.data.token_shards import Packed
-from deltalab.engines import checkpoints, launch
+from deltalab.engines import checkpoints, launch, machines
 from deltalab.engines.deltalab_train.batches import IGNORE, Batches, Rows, held_out
+from deltalab.engines.machines import Nodes
+from deltalab.engines.preparation import Launch, prepare
+from deltalab.engines.progress_line import Progress
 from deltalab.engines.torchtitan import files
 from deltalab.errors import InputError
 from deltalab.export.recipe import paper_recipe
@@ -89,9 +92,9 @@ def rates(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-def prepared(lab: Path, folder: str = "model", **given: Any) -> launch.Launch:
+def prepared(lab: Path, folder: str = "model", **given: Any) -> Launch:
     settings = {"gpus": 0, "given": ["batch.length=16"], **given}
-    return launch.prepare(lab / folder, lab / "packed", **settings)
+    return prepare(lab / folder, lab / "packed", **settings)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,14 +210,14 @@ def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
         ({"given": ["schedule.warmup_steps=9"]}, "schedule.warmup_steps 9 exceed steps 4"),
         ({"given": ["steps"]}, "give settings as KEY=VALUE"),
         ({"given": ["batch.length=100000"]}, "make no row of batch.length 100000"),
-        ({"nodes": launch.Nodes(2)}, "--nodes: give --address HOST:PORT"),
-        ({"nodes": launch.Nodes(2, 5, "host:1")}, r"--node-rank 5: must be in 0\.\.1, as --nodes is 2"),
-        ({"nodes": launch.Nodes(1, 1)}, r"--node-rank 1: must be in 0\.\.0, as --nodes is 1"),
+        ({"nodes": Nodes(2)}, "--nodes: give --address HOST:PORT"),
+        ({"nodes": Nodes(2, 5, "host:1")}, r"--node-rank 5: must be in 0\.\.1, as --nodes is 2"),
+        ({"nodes": Nodes(1, 1)}, r"--node-rank 1: must be in 0\.\.0, as --nodes is 1"),
         *(
-            ({"nodes": launch.Nodes(2, 0, address)}, f"--address {address}: must be HOST:PORT")
+            ({"nodes": Nodes(2, 0, address)}, f"--address {address}: must be HOST:PORT")
             for address in ("foo", "foo:", ":29500", "foo:http", "http://foo:1", "::1:29500", "a b:1")
         ),
-        ({"nodes": launch.Nodes(2, 0, "foo:70000")}, r"--address foo:70000: the port must be in 1\.\.65535"),
+        ({"nodes": Nodes(2, 0, "foo:70000")}, r"--address foo:70000: the port must be in 1\.\.65535"),
     ],
 )
 def test_wrong_inputs_are_one_line_and_write_nothing(lab: Path, given: dict[str, Any], message: str) -> None:
@@ -236,11 +239,11 @@ def test_data_of_another_tokenizer_are_refused(lab: Path, tmp_path: Path) -> Non
     meta["tokenizer"] = {**meta["tokenizer"], "name": "mine", "sha256": "f" * 64}
     (other / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(InputError, match="packed with another tokenizer"):
-        launch.prepare(lab / "model", other, gpus=0)
+        prepare(lab / "model", other, gpus=0)
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"engine torchtitan is not installed: pip install 'deltalab\[train\]'"):
         prepared(lab)
 
@@ -303,7 +306,7 @@ def test_a_run_in_place_of_an_exported_folder_is_named_as_such(lab: Path, tmp_pa
     with pytest.raises(
         InputError, match=f"run: is a run, .*; `deltalab train {lab}/model --out {run}` with the options"
     ):
-        launch.prepare(run, lab / "packed", gpus=0)
+        prepare(run, lab / "packed", gpus=0)
 
 
 def test_steps_that_only_metrics_tell_of_count_as_trained(lab: Path, tmp_path: Path) -> None:
@@ -376,10 +379,10 @@ time.sleep(600)
 TRAIN = """
 import sys
 from deltalab.cli import app
-from deltalab.engines import launch, stopping
+from deltalab.engines import launch, preparation, stopping
 
 stopping.GRACE_SECONDS = 0.5
-launch._command = lambda *_: [sys.executable, "-c", STUBBORN]
+preparation.command = lambda *_, **__: [sys.executable, "-c", STUBBORN]
 app.main()
 """
 
@@ -428,11 +431,11 @@ def test_the_disk_must_have_room_for_every_checkpoint_that_a_run_adds(
 ) -> None:
     given = ["batch.length=16", f"checkpoint.keep={keep}", "checkpoint.every=1"]
     run = begun(lab, tmp_path / "run", trained=trained, steps=steps)
-    size = prepared(lab, run=run, steps=steps, given=given).about["parameters"] * launch.BYTES_A_PARAMETER
+    size = prepared(lab, run=run, steps=steps, given=given).about["parameters"] * checkpoints.BYTES_A_PARAMETER
     usage = shutil.disk_usage(lab)
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda folder: usage._replace(free=count * size))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=count * size))
     prepared(lab, run=run, steps=steps, given=given)
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda folder: usage._replace(free=count * size - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=count * size - 1))
     if count:
         with pytest.raises(
             InputError, match=rf"\d KiB are free; {count} checkpoints of .*keep {keep}, .* [1-9]\S* KiB"
@@ -441,10 +444,10 @@ def test_the_disk_must_have_room_for_every_checkpoint_that_a_run_adds(
 
 
 def test_the_command_says_nodes_as_torchrun_does(lab: Path) -> None:
-    text = prepared(lab, nodes=launch.Nodes(2, 1, "host:1234"), processes=4).text()
+    text = prepared(lab, nodes=Nodes(2, 1, "host:1234"), processes=4).text()
     assert "--nnodes 2 --node-rank 1 --master-addr host --master-port 1234" in text
     assert f"DELTALAB_DATA={lab / 'packed'}" in text
-    assert "--master-addr fe80::1 --master-port 1" in prepared(lab, nodes=launch.Nodes(2, 1, "[fe80::1]:1")).text()
+    assert "--master-addr fe80::1 --master-port 1" in prepared(lab, nodes=Nodes(2, 1, "[fe80::1]:1")).text()
 
 
 def test_the_same_command_means_the_same_run(lab: Path) -> None:
@@ -581,7 +584,7 @@ def test_the_trainer_trains_matrices_as_base_width_asks(
 
 
 def test_progress_names_the_step_of_a_loss_that_is_older_than_the_line() -> None:
-    progress = launch._Progress({"steps": 40, "batch": {"sequences": 2, "length": 16}})
+    progress = Progress({"steps": 40, "batch": {"sequences": 2, "length": 16}})
 
     def line(*rows: tuple[int, str, float]) -> str:
         found = [{"name": "loss", "step": step, "split": split, "value": value} for step, split, value in rows]

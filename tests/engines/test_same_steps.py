@@ -13,6 +13,7 @@ from deltalab.data.sources import Reading
 from deltalab.data.token_shards import Packed
 from deltalab.engines import checkpoints, launch
 from deltalab.engines.deltalab_train.batches import Rows
+from deltalab.engines.preparation import Launch, prepare
 from deltalab.errors import InputError
 from deltalab.export.recipe import make_recipe
 from deltalab.export.source import Source
@@ -42,10 +43,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(
     lab: Path, run: Path, monkeypatch: pytest.MonkeyPatch, *given: str, begins: str = "from the start", **options: Any
-) -> launch.Launch:
+) -> Launch:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings = ["log.every=1", "validation.sequences=0", *given]
-    ready = launch.prepare(lab / "model", lab / "packed", run=run, gpus=0, given=settings, **options)
+    ready = prepare(lab / "model", lab / "packed", run=run, gpus=0, given=settings, **options)
     said: list[str] = []
     assert launch.start(ready, say=said.append) == 0, (run / "log.txt").read_text()[-3000:]
     assert said[0] == begins
@@ -160,7 +161,7 @@ def test_a_model_with_a_base_width_does_not_train_by_muon(lab: Path, tmp_path: P
     recipe = make_recipe(TrainSpec(steps=8, batch_size=8, lr=0.02, evaluations=1), LENGTH, SEED, "trial k")
     export(Source(spec, None, recipe, {}, {}, "bytes"), tmp_path / "wide", to="torchtitan")
     with pytest.raises(InputError, match=r"optimizer.name muon does not go with base_width 4 of .*/wide"):
-        launch.prepare(tmp_path / "wide", lab / "packed", gpus=0, given=["optimizer.name=muon"])
+        prepare(tmp_path / "wide", lab / "packed", gpus=0, given=["optimizer.name=muon"])
     with pytest.raises(InputError, match="muon does not go with a base_width"):
         parameter_groups(Model(spec), 0.1, 0.01, muon=True)
 
@@ -176,7 +177,7 @@ def test_a_model_with_a_base_width_does_not_train_by_muon(lab: Path, tmp_path: P
 )
 def test_settings_of_a_schedule_that_would_do_nothing_are_refused(given: str, message: str, lab: Path) -> None:
     with pytest.raises(InputError, match=message):
-        launch.prepare(lab / "model", lab / "packed", gpus=0, given=[given])
+        prepare(lab / "model", lab / "packed", gpus=0, given=[given])
 
 
 def test_no_setting_of_a_recipe_is_missing_from_its_schedule() -> None:

@@ -277,7 +277,7 @@ def test_a_run_gives_its_newest_complete_checkpoint(tmp_path):
 
 
 def test_a_run_gives_the_recipe_that_it_trained_by(tmp_path):
-    from deltalab.engines.launch import prepare
+    from deltalab.engines.preparation import prepare
     from deltalab.export.folders import from_folder
 
     given = ["recipe.batch.documents=reset", "recipe.log.every=3"]

@@ -60,7 +60,10 @@ def train(
         return
     if data is None:
         raise InputError("--data: name packed data; `deltalab data pack` makes it")
-    from deltalab.engines.launch import Nodes, last_error, prepare, start
+    from deltalab.engines.launch import start
+    from deltalab.engines.machines import Nodes
+    from deltalab.engines.outcome import last_error
+    from deltalab.engines.preparation import prepare
 
     launch = prepare(
         folder,

@@ -13,6 +13,8 @@ from deltalab.errors import InputError
 LAST_FILES = (".metadata", "trainer_state.json")
 """The files that engines write last into a checkpoint: torchtitan the first one, Trainer the second one."""
 FOLDER = "checkpoints"
+BYTES_A_PARAMETER = 12
+"""The bytes of a checkpoint for each parameter: the parameter and AdamW's two averages, in fp32."""
 SHARDED = "pytorch_model_fsdp_0"
 """The folder of the weights in a checkpoint that Accelerate divided among several GPUs."""
 

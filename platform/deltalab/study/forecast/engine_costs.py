@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from deltalab.engines.launch import BYTES_A_PARAMETER
+from deltalab.engines.checkpoints import BYTES_A_PARAMETER
 from deltalab.models.costs import ModelCosts
 from deltalab.study.planning.plan import Plan
 

@@ -18,7 +18,7 @@ from deltalab import trust
 from deltalab.authoring import verdict
 from deltalab.authoring.files import study_folder
 from deltalab.authoring.module_checks import demand_modules
-from deltalab.engines.launch import version_of
+from deltalab.engines.machines import version_of
 from deltalab.errors import InputError, unknown
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store

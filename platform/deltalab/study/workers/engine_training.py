@@ -17,7 +17,10 @@ from typing import Any
 import torch
 
 from deltalab.data.token_shards import Packed
-from deltalab.engines import checkpoints, launch
+from deltalab.engines import checkpoints, outcome
+from deltalab.engines.launch import start
+from deltalab.engines.machines import version_of
+from deltalab.engines.preparation import prepare
 from deltalab.evaluation import evaluate, results
 from deltalab.evaluation.harness import HarnessOptions
 from deltalab.evaluation.model_folder import open_model
@@ -77,7 +80,7 @@ def train_by_engine(job: Job, runs: Path, *, watch: Callable[[int], None] | None
 
         beat("starting the engine", done * train.steps // len(job.seeds))
         trained.append(_run(job, exported, folder / f"seed_{seed}", (model, train), task, seed, stepped, beat))
-    engine, version = job.engine["name"], launch.version_of(job.engine["name"])
+    engine, version = job.engine["name"], version_of(job.engine["name"])
     costs = {name: int(value) for split, name, _, value in trained[0][0].metrics if split == "cost"}
     return TrialResult(
         runs=[result for result, _ in trained],
@@ -131,7 +134,7 @@ def _run(
     }
     settings = of_study | engine["settings"]
     try:
-        launched = launch.prepare(
+        launched = prepare(
             exported,
             _packed(task).folder,
             run=run,
@@ -140,12 +143,12 @@ def _run(
             processes=engine["processes"],
             given=[f"{key}={json.dumps(value)}" for key, value in settings.items()],
         )
-        status = launch.start(launched, say=lambda line: None, stepped=stepped)
-    except launch.Transient as error:
+        status = start(launched, say=lambda line: None, stepped=stepped)
+    except outcome.Transient as error:
         raise Lost(str(error), "infrastructure") from error
     if status:
-        reason = f"{launch.last_error(run)}  (the whole output is in {run / 'log.txt'})"
-        if launch.was_killed(run, status):
+        reason = f"{outcome.last_error(run)}  (the whole output is in {run / 'log.txt'})"
+        if outcome.was_killed(run, status):
             raise Lost(f"{engine['name']} was killed: {reason}", "infrastructure")
         raise RuntimeError(f"{engine['name']} ended with status {status}: {reason}")
     *older, newest = checkpoints.complete_checkpoints(run)
