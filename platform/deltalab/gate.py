@@ -32,6 +32,7 @@ Per: TypeAlias = Literal[
     "head_value_pair",
     "head_value_slot",
     "head_value_square",
+    "head_matrix",
     "head_slot",
     "none",
 ]
@@ -56,6 +57,7 @@ class Gate:
       and [H, slots];
     - `head_value_slot`: learned, for each head and each of `slots` slots of each channel of the value, [H, V slots];
     - `head_value_square`: learned, `slots` matrices for each head, [H, slots V V];
+    - `head_matrix`: learned, a matrix for each head, [H, K V];
     - `none`: fixed, [H].
 
     Attributes:
@@ -105,6 +107,7 @@ class Gate:
             "value_pair": (value_dim + 1) // 2,
             "value_slot": value_dim * self.slots,
             "value_square": value_dim**2 * self.slots,
+            "matrix": key_dim * value_dim,
             "slot": self.slots,
         }
         width = widths.get(self.per.removeprefix("head_"))

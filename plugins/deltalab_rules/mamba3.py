@@ -218,6 +218,15 @@ class Mamba3MIMO(Passes):
 
     name: ClassVar[str] = "mamba3_mimo"
     paper: ClassVar[str] = "arXiv:2603.15569"
+    published = {
+        "source": "mamba_ssm/modules/mamba3.py of state-spaces/mamba, MIMO",
+        "knobs": {"a": "heavy_tailed_rate", "theta": {"shared_angular_velocity": {"pairs": 1}}},
+        "layer": {
+            "conv": 0, "qk_heads": 1, "scale": 1.0, "skip": True, "output_norm": False, "output_gate": "silu",
+        },
+        "lacks": "z_r, the learned factors of the gate for each rank, 1 at the start; the weights of the norms of B "
+        "and C; and w_r m_r in the skip, where D v stands here. Ranks, 4 there, and pairs of channels are sizes",
+    }  # fmt: skip
 
     dt: Gate = knob(step_size())
     a: Gate = knob(rate(), heavy_tailed_rate())

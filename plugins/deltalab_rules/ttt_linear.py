@@ -33,7 +33,7 @@ class TTTLinear(FastWeights):
         },
         "lacks": "S_0, its bias and the scale and shift of LN, which are learned there; the step's factors 1 / K and "
         "1 / i + c_i at token i of a mini-batch, and its bias; RoPE inside of each mini-batch; and the last norm over "
-        "all heads together",
+        "all heads together: learned_ttt@published has them",
     }  # fmt: skip
 
     beta: Gate = knob(gates.sigmoid())

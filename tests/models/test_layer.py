@@ -243,6 +243,7 @@ NORMS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {
     "rms_all": lambda o, w, b: rms(o, (-2, -1)) * w.view(H, V),
     "rms_all_of_silu": lambda o, w, b: rms(o / (1 + (-o).exp()), (-2, -1)) * w.view(H, V),
     "layer": lambda o, w, b: standard(o) * w + b,
+    "layer_all": lambda o, w, b: (standard(o.flatten(-2)) * w + b).view(o.shape),
     "group": lambda o, w, b: standard(o) * w.view(H, V) + b.view(H, V),
 }
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -263,7 +264,7 @@ def test_output_norms_and_gates(norm: str, gate: str) -> None:
     w, b = module.weight, module.bias
     right = normed(o * factor, w, b) if gate.endswith("before_norm") else normed(o, w, b) * factor
     close(module(o, None if gate == "none" else z), right.flatten(-2))
-    widths = {"rms_all": H * V, "rms_all_of_silu": H * V, "group": H * V, "rms": V, "layer": V}
+    widths = {"rms_all": H * V, "rms_all_of_silu": H * V, "layer_all": H * V, "group": H * V, "rms": V, "layer": V}
     assert math.prod(w.shape if w is not None else ()) == widths.get(norm, 1)
 
 

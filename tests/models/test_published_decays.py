@@ -123,6 +123,50 @@ class TestMamba3(PublishedBlock):
         return (torch.stack(outputs, 1).flatten(-2) * F.silu(x @ p["gate.weight"].T)) @ p["out.weight"].T
 
 
+class TestMamba3MIMO(PublishedBlock):
+    """The token loop of their MIMO tests, without what `lacks` names: two ranks of four channels, one pair turns."""
+
+    rule = "mamba3_mimo"
+    starts: ClassVar = {
+        "gates.learned.dt.dt_bias": STEP_SIZES,
+        "gates.learned.b.value": (1.0, 1.0),
+        "gates.learned.m.value": (0.5, 0.5),
+        "gates.learned.w.value": (0.5, 0.5),
+        "skip": (1.0, 1.0),
+    }
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        ranks, width = 2, WIDTH // HEADS
+        c, b, values = (x @ p["qkv.weight"].T).split([width, width, WIDTH], dim=-1)
+        b, c = (
+            rms(z.unflatten(-1, (ranks, -1)), torch.ones(()))[:, :, None]
+            + p[f"gates.learned.{name}.value"].unflatten(-1, (ranks, -1))
+            for name, z in (("b", b), ("c", c))
+        )
+        shares = {name: p[f"gates.learned.{name}.value"].unflatten(-1, (width, ranks)).mT for name in "mw"}
+        gates = {name: x @ p[f"gates.project.{name}.weight"].T for name in ("dt", "a", "lam", "theta")}
+        dt, trap = F.softplus(gates["dt"] + p["gates.learned.dt.dt_bias"]), gates["lam"].sigmoid()
+        rate = torch.where(gates["a"] >= 0, 1 + gates["a"], 1 / (1 - gates["a"].clamp_max(0)))
+        values = values.unflatten(-1, (HEADS, -1))
+        h, past = x.new_zeros(len(x), HEADS, width, width // ranks), 0.0
+        phase, outputs = x.new_zeros(len(x), HEADS, 1), []
+        for t in range(x.shape[1]):
+            phase = phase + gates["theta"][:, t, None].tanh() * math.pi * dt[:, t, :, None]
+            cos, sin = phase.cos()[..., None], phase.sin()[..., None]
+            now_b, now_c = (
+                torch.cat([z[..., :1] * cos - z[..., 1:2] * sin, z[..., :1] * sin + z[..., 1:2] * cos, z[..., 2:]], -1)
+                for z in (b[:, t], c[:, t])
+            )
+            new = torch.einsum("bhrd,bhrp->bhpd", now_b, values[:, t, :, None] * shares["m"])
+            alpha, gamma, beta = (
+                part[:, t, :, None, None] for part in ((-rate * dt).exp(), trap * dt, (1 - trap) * dt)
+            )
+            h, past = alpha * h + beta * alpha * past + gamma * new, new
+            y = torch.einsum("bhpd,bhrd,hrp->bhp", h, now_c, shares["w"])
+            outputs.append(y + p["skip"][:, None] * values[:, t])
+        return (torch.stack(outputs, 1).flatten(-2) * F.silu(x @ p["gate.weight"].T)) @ p["out.weight"].T
+
+
 def pairwise(x: Tensor, angle: Tensor) -> Tensor:
     """Turns channels 2 p and 2 p + 1, as theirs, after our channels p and p + 2 were laid side by side."""
     pairs = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(torch.ones_like(angle), angle)

@@ -275,6 +275,56 @@ class TestTTTLinear(PublishedBlock):
         return o.flatten(-2) @ p["out.weight"].T
 
 
+class TestLearnedTTT(PublishedBlock):
+    """TTTLinear of ttt.py. The inner gradient is autograd's, of the loss as the paper states it."""
+
+    rule = "learned_ttt"
+    starts: ClassVar = {
+        "gates.learned.beta.bias": (0.0, 0.0),
+        "gates.learned.b0.value": (0.0, 0.0),
+        "gates.learned.w.value": (1.0, 1.0),
+        "gates.learned.b.value": (0.0, 0.0),
+        "gates.learned.c.value": (0.0, 0.0),
+    }
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        batch = 16
+        xq, xk, xv = projected(p, x, convolves=False)
+        width = xk.shape[-1]
+        lr = (x @ p["gates.project.beta.weight"].T + p["gates.learned.beta.bias"]).sigmoid() / width
+        weight, bias = p["gates.learned.w.value"], p["gates.learned.b.value"]
+        token = (1 / torch.arange(1, batch + 1, dtype=x.dtype) + p["gates.learned.c.value"]).clamp_min(0.0)
+        rates = 1 / 10000 ** (torch.arange(0, width, 2, dtype=x.dtype) / width)
+
+        def rotated(z: Tensor, place: int) -> Tensor:
+            emb = torch.cat([place * rates] * 2).to(z)
+            half = torch.cat([-z[..., width // 2 :], z[..., : width // 2]], dim=-1)
+            return z * emb.cos() + half * emb.sin()
+
+        def model(z: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            inner = torch.einsum("bhk,bhkv->bhv", z, w) + b
+            return z + F.layer_norm(inner, inner.shape[-1:], eps=1e-6) * weight + bias
+
+        w = p["gates.learned.s0.value"].unflatten(-1, (width, -1)).expand(len(x), -1, -1, -1)
+        b = p["gates.learned.b0.value"].expand(len(x), -1, -1)
+        grad_w, grad_b, outputs = torch.zeros_like(w), torch.zeros_like(b), []
+        for t in range(x.shape[1]):
+            i = t % batch
+            q, k = rotated(xq[:, t], i), rotated(xk[:, t], i)
+            loss = (model(k, w, b) - xv[:, t]).square().sum() / 2
+            slopes = torch.autograd.grad(loss, (w, b), create_graph=True)
+            grad_w, grad_b = (
+                total + lr[:, t].view(*lr.shape[::2], *[1] * (slope.dim() - 2)) * slope
+                for total, slope in zip((grad_w, grad_b), slopes, strict=True)
+            )
+            now = w - token[:, i, None, None] * grad_w, b - token[:, i, None] * grad_b
+            outputs.append(model(q, *now))
+            if i == batch - 1:
+                (w, b), grad_w, grad_b = now, torch.zeros_like(w), torch.zeros_like(b)
+        o = torch.stack(outputs, 1).flatten(-2)
+        return F.layer_norm(o, o.shape[-1:], p["norm.weight"], p["norm.bias"], eps=1e-6) @ p["out.weight"].T
+
+
 class TestRLA(ResidualBlock):
     rule = "rla"
     erases = False

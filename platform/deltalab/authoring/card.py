@@ -46,6 +46,7 @@ _PER = {
     "head_value_pair": "head and pair of channels of v",
     "head_value_slot": "head, channel of v and slot",
     "head_value_square": "head, two channels of v and slot",
+    "head_matrix": "head, channel of k and channel of v",
     "head_slot": "head and slot",
     "none": "head, fixed",
 }
@@ -407,6 +408,7 @@ def _parameters(gate: Gate, steps: int) -> dict[str, int]:
         "value_pair": "H P",
         "value_slot": "H V",
         "value_square": "H V V",
+        "matrix": "H K V",
     }
     shape = shapes.get(gate.per.removeprefix("head_"), "H")
     slots = gate.slots or 1

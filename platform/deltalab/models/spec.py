@@ -69,7 +69,7 @@ class ModelSpec:
             in `rope_dim`; else, they hold k and v.
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1} (RWKV).
         output_norm: The norm of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true),
-            rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, group.
+            rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, layer_all (TTT), group.
         output_gate: The function of W x that multiplies the normed output: none (or false), sigmoid (or true), silu
             (swish). With sigmoid_before_norm and silu_before_norm, it multiplies before the norm (Mamba2).
         gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix, 0 for

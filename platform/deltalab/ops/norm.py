@@ -9,8 +9,8 @@ from deltalab.ops.backends import automatic
 EPS = 1e-5
 """Added to a mean of squares."""
 
-HEAD_NORMS = ("none", "rms", "rms_unweighted", "rms_all", "rms_all_of_silu", "layer", "group")
-OVER_ALL = ("rms_all", "rms_all_of_silu")
+HEAD_NORMS = ("none", "rms", "rms_unweighted", "rms_all", "rms_all_of_silu", "layer", "layer_all", "group")
+OVER_ALL = ("rms_all", "rms_all_of_silu", "layer_all")
 HEAD_GATES = ("none", "sigmoid", "silu", "sigmoid_before_norm", "silu_before_norm")
 """The norms and the gates of `HeadNorm`."""
 
@@ -56,7 +56,8 @@ class HeadNorm(nn.Module):
         norm: The norm of each head, where w starts at 1 and b at 0. `rms` (or True) is w o / (mean(o^2) + eps)^(1/2)
             with w [V], and `rms_unweighted` has no w. `rms_all` takes the mean over the channels of all heads, with
             w [H V], and `rms_all_of_silu` is the same norm of SiLU(o). `layer` is
-            w (o - mean(o)) / (var(o) + eps)^(1/2) + b with w and b [V], and `group` is the same with w and b [H V].
+            w (o - mean(o)) / (var(o) + eps)^(1/2) + b with w and b [V], `group` is the same with w and b [H V], and
+            `layer_all` is `group` with mean and variance over the channels of all heads.
             `none` (or False) is no norm.
         gate: `sigmoid` (or True) is norm(o) sigmoid(z), and `silu` is norm(o) z sigmoid(z). A gate whose name ends in
             `before_norm` comes before the norm. `none` (or False) is no gate.
@@ -77,7 +78,7 @@ class HeadNorm(nn.Module):
         self.activation = F.silu if kind.startswith("silu") else torch.sigmoid
         self.has_kernel = self.kind in ("rms", "none") and kind in ("sigmoid", "none")
         channels = heads * width if self.kind in (*OVER_ALL, "group") else width
-        weighted, biased = self.kind not in ("none", "rms_unweighted"), self.kind in ("layer", "group")
+        weighted, biased = self.kind not in ("none", "rms_unweighted"), self.kind in ("layer", "layer_all", "group")
         self.register_parameter("weight", nn.Parameter(torch.empty(channels)) if weighted else None)
         self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if biased else None)
         self.reset_parameters()
@@ -111,6 +112,8 @@ class HeadNorm(nn.Module):
         if self.kind == "layer":
             return F.layer_norm(o, shape, self.weight, self.bias, self.eps)
         assert self.weight is not None
+        if self.kind == "layer_all":
+            return F.layer_norm(o.flatten(-2), self.weight.shape, self.weight, self.bias, self.eps).view(o.shape)
         if self.kind in OVER_ALL:
             o = F.silu(o) if self.kind == "rms_all_of_silu" else o
             return F.rms_norm(o.flatten(-2), self.weight.shape, self.weight, self.eps).view(o.shape)
