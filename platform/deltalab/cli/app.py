@@ -90,9 +90,15 @@ def study_run(
     settings: Overrides = None,
     db: Db = None,
     profile: Profile = None,
-    executor: Annotated[str, typer.Option(help="ray, or inline for one stack at a time without Ray.")] = "ray",
+    executor: Annotated[
+        str, typer.Option(help="ray; inline for one stack at a time without Ray; or slurm, which submits jobs.")
+    ] = "ray",
     workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
     address: Annotated[str | None, typer.Option(callback=not_empty, help="Address of a Ray cluster.")] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="What a job of Slurm asks for, such as partition=gpu; repeatable."),
+    ] = None,
     storage: Annotated[
         str | None, typer.Option(callback=not_empty, help="Folder or URL for weights; shared, on a cluster.")
     ] = None,
@@ -138,6 +144,7 @@ def study_run(
         overrides=settings,
         log_to=log_to or [],
         backup_every=None if backup_every is None else seconds(backup_every, "--backup-every"),
+        slurm=slurm or (),
     )
     if as_json:
         print(result.report.to_json())

@@ -31,6 +31,7 @@ EXTRAS = {
     "data": ("tokenizers", "pyarrow", "datasets"),
     "postgres": ("psycopg",),
     "mcp": ("mcp",),
+    "slurm": ("submitit",),
 }
 """The packages that each extra of deltalab brings."""
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -46,6 +46,7 @@ from deltalab.study.running.sharing import (
     record_delivered,
     weights_folder,
 )
+from deltalab.study.running.slurm.options import read_options, require_slurm
 from deltalab.study.running.weights_at_url import interrupted_stacks, make_worker, runs_at
 from deltalab.study.specs.overrides import Overrides
 from deltalab.study.specs.sections.budget import EVOLUTION
@@ -58,9 +59,10 @@ _log = logging.getLogger("deltalab")
 WAIT = 0.1
 """Seconds after which a driver asks again for a stack, while a lost stack waits to be tried again."""
 
-
 MOST_BETWEEN_BACKUPS = 7 * 24 * 3600
 """The most seconds between two backups."""
+
+Executor = Literal["ray", "inline", "slurm"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class RunSettings:
 
     Attributes:
         db: The ledger, a file or an SQLAlchemy URL; ./deltalab.db if None.
-        executor: `ray`, or `inline`, which runs one stack at a time without Ray.
+        executor: `ray`; `inline`, which runs one stack at a time without Ray; or `slurm`, which submits jobs.
         workers: Stacks of trials at a time; as many as the resources allow if None.
         address: The address of a Ray cluster, whose machines must share the folder `storage`; None for a Ray of this
             machine.
@@ -111,10 +113,11 @@ class RunSettings:
             driver that has joined logs nothing.
         backup_every: The seconds between two backups of the ledger (`deltalab.store.backup.Backups`); None for none. A
             driver that has joined makes none.
+        slurm: What each job asks of Slurm, as words such as "partition=gpu" (`deltalab.study.running.slurm.options`).
     """
 
     db: str | Path | None = None
-    executor: Literal["ray", "inline"] = "ray"
+    executor: Executor = "ray"
     workers: int | None = None
     address: str | None = None
     storage: str | None = None
@@ -124,6 +127,7 @@ class RunSettings:
     join: bool = False
     log_to: Sequence[str] = ()
     backup_every: float | None = None
+    slurm: Sequence[str] = ()
 
 
 def run_study_file(
@@ -131,7 +135,7 @@ def run_study_file(
     *,
     db: str | Path | None = None,
     profile: str | None = None,
-    executor: Literal["ray", "inline"] = "ray",
+    executor: Executor = "ray",
     workers: int | None = None,
     address: str | None = None,
     storage: str | None = None,
@@ -142,6 +146,7 @@ def run_study_file(
     overrides: Overrides = None,
     log_to: Sequence[str] = (),
     backup_every: float | None = None,
+    slurm: Sequence[str] = (),
 ) -> StudyResult:
     """Runs a study, or goes on with it: a trial that the ledger holds never runs again.
 
@@ -149,7 +154,7 @@ def run_study_file(
         study_file: The path of a study's file, the name of a shipped study, or the mapping that a file would hold.
         db: The ledger, a file or an SQLAlchemy URL; ./deltalab.db if None.
         profile: One of the study's profiles.
-        executor: `ray`, or `inline`, which runs one stack at a time without Ray.
+        executor: `ray`; `inline`, which runs one stack at a time without Ray; or `slurm`, which submits jobs.
         workers: Stacks of trials at a time; as many as the resources allow if None.
         address: The address of a Ray cluster, whose machines must share the folder `storage`; None for a Ray of this
             machine.
@@ -166,6 +171,7 @@ def run_study_file(
             driver that has joined logs nothing.
         backup_every: The seconds between two backups of the ledger (`deltalab.store.backup.Backups`); None for none. A
             driver that has joined makes none.
+        slurm: What each job asks of Slurm, as words such as "partition=gpu" (`deltalab.study.running.slurm.options`).
 
     Returns:
         How the study ended, with its report. A trial that raises is recorded as failed.
@@ -191,6 +197,7 @@ def run_study_file(
         join=join,
         log_to=log_to,
         backup_every=backup_every,
+        slurm=slurm,
     )
     return run_study(plan, settings)
 
@@ -202,6 +209,8 @@ def run_study(plan: Plan, settings: RunSettings) -> StudyResult:
     def execute(schedule: StackSource, runs: Path | str, progress: ProgressBars) -> None:
         if settings.executor == "inline":
             _inline(schedule, runs, progress)
+        elif settings.executor == "slurm":
+            _with_slurm(schedule, runs, progress, settings)
         else:
             _with_ray(schedule, runs, progress, workers=settings.workers, address=settings.address)
 
@@ -236,8 +245,12 @@ Execute = Callable[[StackSource, Path | str, ProgressBars], None]
 def require_settings(settings: RunSettings) -> None:
     """Raises `InputError` if the settings do not go together, whatever the study."""
     executor, address, workers = settings.executor, settings.address, settings.workers
-    if executor not in ("ray", "inline"):
-        raise unknown("executor", executor, ("ray", "inline"), where="--executor")
+    if executor not in get_args(Executor):
+        raise unknown("executor", executor, get_args(Executor), where="--executor")
+    if executor == "slurm":
+        require_slurm(settings.slurm, storage=settings.storage, workers=workers, address=address)
+    elif settings.slurm:
+        raise InputError("--slurm is for --executor slurm")
     if address is not None and settings.storage is None:
         raise InputError("--address: the cluster's machines need a shared folder: give it with --storage")
     if workers is not None and workers < 1:
@@ -264,12 +277,12 @@ def _require_runnable(plan: Plan, settings: RunSettings) -> None:
             file = None  # The study is a mapping, which the caller wrote.
         if file is not None:
             trust.require(file, "its search.proposals runs a program")
-    gpu = plan.spec.resources.gpu
+    gpu, here = plan.spec.resources.gpu, settings.address is None and settings.executor != "slurm"
     for arm in plan.arms:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"
-        if gpu and device != "cpu" and settings.address is None and not torch.cuda.is_available():
+        if gpu and device != "cpu" and here and not torch.cuda.is_available():
             raise InputError(f"{plan.study_file}: resources: a stack wants {gpu:g} GPU; this machine has none")
-        if not gpu and device == "cuda" and settings.executor == "ray":
+        if not gpu and device == "cuda" and settings.executor != "inline":
             raise InputError(f"{plan.study_file}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
 
 
@@ -429,6 +442,18 @@ def _with_ray(
     from deltalab.study.running.ray_driver import run_all
 
     run_all(schedule, runs, progress, workers=workers, address=address)
+
+
+def _with_slurm(schedule: StackSource, runs: Path | str, progress: ProgressBars, settings: RunSettings) -> None:
+    """Executes stacks in jobs of Slurm; submits none if nothing is left to do."""
+    schedule.refresh()
+    if schedule.done:
+        return
+    from deltalab.study.running.slurm.driver import run_all
+
+    assert isinstance(runs, Path)
+    assert settings.workers is not None
+    run_all(schedule, runs, progress, jobs=read_options(settings.slurm), places=settings.workers)
 
 
 def provenance(plan: Plan, unchecked: dict[str, str]) -> dict[str, Any]:
