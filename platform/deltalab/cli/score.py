@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 from deltalab.cli.options import AsJson, Db, Overrides, Profile, Progress
+from deltalab.errors import unknown
+
+EXECUTORS = ("ray", "inline")
+"""A proposal is scored in minutes, which jobs of Slurm may wait for in their queue."""
 
 
 def score(
@@ -26,6 +30,8 @@ def score(
     from deltalab.study.running.run import RunSettings
     from deltalab.study.scoring.score import score as scored
 
+    if executor not in EXECUTORS:
+        raise unknown("executor", executor, EXECUTORS, where="--executor")
     run = RunSettings(db=db, executor=executor, workers=workers, quiet=False)  # type: ignore[arg-type]
     answer = scored(rule_file, against, run, profile=profile, overrides=settings)
     if as_json:

@@ -1,8 +1,11 @@
 """Jobs of Slurm: what the user may ask for, what a cluster takes away, and a record that is equal to the inline one."""
 
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ from tests.support.studies import assert_ledger_is_of, ledger, planned, write
 
 from deltalab.cli.app import main
 from deltalab.errors import InputError
+from deltalab.store.process import Process
 from deltalab.study.running.run import run_study_file
 from deltalab.study.running.slurm import driver, mailbox, options
+from deltalab.study.running.slurm import place as place_module
 from deltalab.study.running.slurm.mailbox import Mailbox
 from deltalab.study.running.slurm.options import SlurmJobs, read_options
 from deltalab.study.specs.study_file import Resources
@@ -124,7 +129,69 @@ def test_what_sbatch_refuses_is_one_line(
     assert list((lab / "runs").glob("slurm/*")) == []
 
 
-# A place, as the driver sees it.
+def test_jobs_that_end_before_they_begin_end_the_study_with_what_they_said(
+    lab: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm.bin / "srun").write_text("#!/bin/sh\necho 'srun: error: no module loaded' >&2; exit 1\n")
+    monkeypatch.setattr(driver, "POLL", 0.01)
+    lost = (
+        r"slurm: 3 jobs in a row ended before they began; Slurm job 103 ended as FAILED: srun: error: no module loaded"
+    )
+    with pytest.raises(InputError, match=lost):
+        run_study_file(write(lab / "s.yaml"), executor="slurm", workers=1, storage=str(lab / "runs"))
+    assert list((lab / "runs").glob("slurm/*")) == []
+
+
+def test_the_next_driver_cancels_the_jobs_of_a_killed_one_and_leaves_those_of_others(
+    lab: Path, slurm: FakeSlurm
+) -> None:
+    script = lab / "script.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH --output={lab}/o\n#SBATCH --error={lab}/e\nsleep 600\n")
+    here = asdict(Process.here())
+    owners = {"dead": {**here, "started": "1"}, "living": here, "far": {**here, "machine": "another"}}
+    for name, process in owners.items():
+        said = subprocess.run([slurm.bin / "sbatch", script], capture_output=True, text=True, check=True).stdout
+        folder = lab / "runs" / "slurm" / name
+        folder.mkdir(parents=True)
+        mailbox.write(folder / mailbox.OWNER, {"process": process, "beat": 1})
+        (folder / f"{said.split()[-1]}_submitted.pkl").touch()
+    with driver._driver_folder(lab / "runs") as own:
+        assert mailbox.read(own / mailbox.OWNER) is not None
+        assert {folder.name for folder in own.parent.iterdir()} == {"living", "far", own.name}
+    assert [about["state"].partition(" ")[0] == "CANCELLED" for about in slurm.jobs().values()] == [True, False, False]
+    assert {folder.name for folder in own.parent.iterdir()} == {"living", "far"}
+
+
+# A place, as the driver sees it, and the driver, as a place sees it.
+
+
+def test_a_place_ends_with_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    folder = tmp_path / "driver"
+    folder.mkdir()
+    seen = place_module._Driver(folder, 900)
+    mailbox.write(folder / mailbox.OWNER, {"process": {}, "beat": 1})
+    for now, beat, wants in ((1, 1, True), (800, 1, True), (850, 2, True), (1749, 2, True), (1751, 2, False)):
+        mailbox.write(folder / mailbox.OWNER, {"process": {}, "beat": beat})
+        assert seen.wants() is wants, now
+    mailbox.write(folder / mailbox.OWNER, {"process": {}, "beat": 3})
+    assert seen.wants()
+    shutil.rmtree(folder)
+    assert not seen.wants(), "it has ended"
+
+
+def test_a_place_takes_no_order_that_was_for_its_job_before_it_came_back(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path, "7", 0)
+    mailbox.write(box.state, {"life": "a", "end": "left"})
+    state = place_module._State(box)
+    mailbox.write(box.order, {"number": 1, "life": "a", "stack": "[]"})
+    nothing: Any = None
+    assert not state.work(nothing, nothing)
+    state.tell("warned")
+    said = mailbox.read(box.state)
+    assert said is not None
+    assert (said["before"], said["end"]) == ("a", "warned")
 
 
 @pytest.fixture

@@ -325,16 +325,15 @@ def _driver_folder(runs: Path) -> Iterator[Path]:
                 shutil.rmtree(file.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="driver-", dir=base))
     over = threading.Event()
-    process, beat = asdict(Process.here()), 0
+    process = asdict(Process.here())
+    mailbox.write(folder / mailbox.OWNER, {"process": process, "beat": 0})
 
     def show() -> None:
-        nonlocal beat
-        while True:
+        beat = 0
+        while not over.wait(mailbox.PULSE):
             beat += 1
             with suppress(OSError):  # A disk is full; the jobs wait for a while.
                 mailbox.write(folder / mailbox.OWNER, {"process": process, "beat": beat})
-            if over.wait(mailbox.PULSE):
-                return
 
     thread = threading.Thread(target=show, name="slurm", daemon=True)
     thread.start()
