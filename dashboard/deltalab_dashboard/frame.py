@@ -8,7 +8,7 @@ import streamlit as st
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
 from deltalab.study.specs.recorded_study import RecordedSpec
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.search_space import Search
 from deltalab_dashboard.cache import CachedStore
 from deltalab_dashboard.text import plain
 

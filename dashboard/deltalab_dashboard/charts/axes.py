@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.search_space import Search
 from deltalab_dashboard.text import setting
 
 FEW = 8

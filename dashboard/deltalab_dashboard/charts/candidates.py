@@ -11,8 +11,8 @@ import pandas as pd
 
 from deltalab.statistics.pareto import front
 from deltalab.study.searching.candidate_names import titles
-from deltalab.study.specs.budget import COSTS
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.budget import COSTS
+from deltalab.study.specs.sections.search_space import Search
 from deltalab_dashboard.charts.axes import Axis, axis
 from deltalab_dashboard.colors import ACCENT, BASE, OTHERS, PALETTE, UNDECIDED, WORSE
 from deltalab_dashboard.text import setting

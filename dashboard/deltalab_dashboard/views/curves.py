@@ -292,7 +292,7 @@ def line_ends(means: pd.DataFrame, *, logarithmic: bool) -> pd.DataFrame:
 
 
 def in_order(values: np.ndarray) -> np.ndarray:
-    """Returns the nearest values, by squares, of which none is below the one before it.
+    """Returns the sequence that never falls and has the least sum of squared differences from the values.
 
     Examples:
         >>> in_order(np.array([0.0, 3.0, 1.0, 5.0])).tolist()

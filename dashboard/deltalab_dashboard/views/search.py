@@ -9,8 +9,8 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.store import Store, Study
-from deltalab.study.specs.budget import COSTS
 from deltalab.study.specs.recorded_study import RecordedSpec
+from deltalab.study.specs.sections.budget import COSTS
 from deltalab_dashboard import cache, downloads
 from deltalab_dashboard.charts.candidates import (
     CandidateTable,

@@ -11,7 +11,7 @@ import streamlit as st
 from deltalab.store import Store, Study
 from deltalab.study.answers.sensitivity import Sweep, range_end_notes, sensitivity
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
-from deltalab.study.specs.search_space import Search
+from deltalab.study.specs.sections.search_space import Search
 from deltalab_dashboard import colors, downloads
 from deltalab_dashboard.charts.axes import Axis, axis
 from deltalab_dashboard.frame import show

@@ -87,7 +87,8 @@ def by_a_paper(
         recipe: The recipe to change, which stays as it is. It keeps what no paper says, such as precision and logs.
         paper: The recipe of the paper.
         parameters: The number of the model's parameters.
-        scale: The scale of the model. If the paper does not train it, the scale counts that is nearest to `parameters`.
+        scale: The scale of the model, such as `1.3B`. If it is None or the paper has no such scale, the settings are
+            those of the scale that is nearest to `parameters`.
     """
     before = all_settings(recipe)
     nearest = scale if scale is not None and scale in paper.scales else paper.nearest(parameters)

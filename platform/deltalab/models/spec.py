@@ -457,7 +457,7 @@ class ModelSpec:
                 continue
             if kind not in allowed:
                 raise unknown(f"{name[7:]}", kind, [*allowed, "true", "false"], where=f"model.{name}")
-            # One model has one form. The keys of earlier trials hold a plain true or false.
+            # `rms` and true are one norm, and equal models are equal values. The keys of trials hold true or false.
             plain = {"none": False, "rms": True, "sigmoid": True}
             object.__setattr__(self, name, plain.get(kind, kind))
         if self.gate_rank is not None:
@@ -500,13 +500,13 @@ class ModelSpec:
             raise InputError("model.canon D stands inside of an MLP, and model.experts has many: leave one of them out")
         if given["width"] is not None and self.mlp_width is not None:
             raise InputError("model.mlp_width has no effect with model.experts.width: leave one of them out")
-        # One model has one form.
+        # With every default written out, equal models are equal values.
         object.__setattr__(self, "experts", given)
 
     def _check_values(self) -> None:
         if self.value_residual is None:
             return
-        # One model has one form.
+        # With every default written out, equal models are equal values.
         object.__setattr__(self, "value_residual", shares_in_full(self.value_residual))
         of_first = None
         alike = isinstance(self.layers, int) and not self.attention

@@ -267,7 +267,7 @@ def available(device: str) -> Kernels:
 
 @once
 def _unasked(device: str) -> bool:
-    """Whether to take kernels that nobody asked for by name; logs once why not."""
+    """Returns whether the backend `auto` takes kernels on this type of device; logs once why it does not."""
     if device != "cuda":
         _log.info("no GPU: backend 'auto' takes 'chunked'")
         return False

@@ -57,7 +57,12 @@ class Sequences:
         return torch.where(mask.unsqueeze(-1), x[0, places.clamp_min(0)], 0)
 
     def reached(self, x: Tensor, back: int) -> Tensor:
-        """Keeps x [.., T - back, C] of pairs of tokens that are `back` apart, with zeros for pairs across a bound."""
+        """Returns x with zeros for pairs of tokens that belong to two sequences.
+
+        Args:
+            x: A value for each token t from `back` on and the token t - back, [.., T - back, C].
+            back: The distance of the two tokens.
+        """
         return torch.where((self.place[:, back:] >= back).unsqueeze(-1), x, 0) if back else x
 
 

@@ -59,7 +59,7 @@ def recurrent(transition: Transition, operands: Operands, *, scale: float, state
 
 
 def _step(transition: Transition, operands: Operands, t: int, state: Tensor, u: Tensor) -> Tensor:
-    """Computes S_t = D_t S_{t-1} + a_t (b_t^T X_{t-1}) + k_t u_t^T, literally."""
+    """Computes the state after one step, S_t, as the equation of `Transition` states it."""
     decayed = state
     if operands.g is not None:
         g = operands.g[:, t]

@@ -188,7 +188,7 @@ class Scores:
         return Groups(of_arm.widened(candidates), of_base.widened(candidates))
 
     def shared_seeds(self, arm: str, base: str | None = None) -> list[int]:
-        """Returns the seeds of an arm and of the base, or of another arm in its place, in order."""
+        """Returns the seeds that an arm shares with `base`, or with the base of the study if that is None."""
         return [seed for seed in self.results[arm] if seed in self.results[base or self.base]]
 
     def differences(self, arm: str) -> list[float]:

@@ -223,7 +223,8 @@ def prepare(
     """Stores for each chunk and head what is not None, in tiles [BT, K] or [BT, BT].
 
     `reading` is exp(G) r, `writing` exp(G_C - G) k, `adding` exp(G_C - G) a, and `kept` [K] exp(G_C). `within` is P and
-    `within_a` P of a. `inverse` is (I + M)^{-1} - I, or (I - M)^{-1} - I if free. `erasing` and `from_u` are as above.
+    `within_a` P of a. `inverse` is (I + M)^{-1} - I, or (I - M)^{-1} - I if free. The docstring of this module defines
+    `erasing` and `from_u`.
     """
     i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     dtype: tl.constexpr = k.dtype

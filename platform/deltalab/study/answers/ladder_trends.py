@@ -428,7 +428,10 @@ def _compute(ledger: RecordedScores, task: RecordedTask, arm: str) -> float | No
 
 
 def _losses(ledger: RecordedScores, rungs: _Rungs, arm: str) -> dict[int, Array]:
-    """The test losses [sizes] of each seed's runs of the greatest weight, for the seeds that finished at every size."""
+    """Returns by seed the test loss at each size, [sizes], of the run that the seed's choice weighs most.
+
+    Seeds without a finished run at every size are left out.
+    """
     rows = []
     for size, scores in zip(rungs.sizes, rungs.scores, strict=True):
         runs = ledger.runs(ledger.of(arm, size.label), "loss")

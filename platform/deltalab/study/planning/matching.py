@@ -302,7 +302,7 @@ def _amounts_near(target: float, start: int, count: Callable[[int], float]) -> d
         return otherwise
 
     low, high, below, above = 0, start, 0.0, amounts[start]
-    # A window of 1 holds nothing.
+    # The first value may hold nothing, as a window of 1 does: the first doubling needs no growth before it.
     while above < target and (below < above or high == start):
         low, high, below, above = high, 2 * high, above, first_from(2 * high, 4 * high)
     steps = 0

@@ -142,7 +142,7 @@ class Plan:
         return self.spec.search or self.spec.tune
 
     def space(self, task: str) -> Tune | Searching | None:
-        """The section `search`, or `tune` with the ranges that a task of the plan has of its own."""
+        """The section `search`, or the section `tune` with the ranges that `for_task` gives a task."""
         scales = self.spec.scales.model_dump() if self.spec.scales else None
         return self.spec.search or self.spec.tune_on(task_of(task, scales, [*self.spec.task]))
 

@@ -362,7 +362,7 @@ class _Child:
             if stops:
                 raise Lost(f"the rule or the task stopped its own process, {_at(state)}", "trial")
             raise Lost(f"the process is stopped, {_at(state)}", "infrastructure", _computing(state))
-        # No single step takes as long as a whole trial may take, also in a stack of many trials.
+        # A step of a stack trains many trials at once, and still may not take longer than the deadline of one trial.
         deadline = min(state.ends, state.since + (job.deadline or math.inf)) + GRACE
         if now < min(deadline, state.since + _patience(state)):
             self._late_since = None
