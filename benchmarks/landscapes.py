@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from deltalab.statistics.pareto import hypervolume
-from deltalab.study.specs.budget import Searching
+from deltalab.study.specs.sections.budget import Searching
 
 Layout = dict[str, Any]
 Point = tuple[float, float, float]

@@ -45,7 +45,7 @@ from deltalab.study.running import run
 from deltalab.study.searching import evolution
 from deltalab.study.searching.phase import WINDOW, begin_draws, controls_by, finalists
 from deltalab.study.searching.rivals import Rivals
-from deltalab.study.specs.budget import Searching
+from deltalab.study.specs.sections.budget import Searching
 from deltalab.study.workers import train_stack
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.worker import Worker
