@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from deltalab.errors import InputError, NotInstalled, unknown
-from deltalab.study.specs.study_file import Resources
+from deltalab.study.specs.sections.resources import Resources
 
 COMMANDS = ("sbatch", "srun", "scancel", "sacct")
 """The programs of Slurm that the driver calls, or the script of a job."""
