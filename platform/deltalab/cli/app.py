@@ -167,6 +167,7 @@ def study_plan(
         float | None,
         typer.Option(min=0.0, help="Standard deviation of a seed's score; else from the database, or as shipped."),
     ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="The price of a GPU's hour, for the cost.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show arms, trials, runs, the time they take here, and the effect that the study can find. Runs nothing."""
@@ -179,6 +180,8 @@ def study_plan(
 
     if sd is not None and not math.isfinite(sd):
         raise InputError(f"--sd must be a finite number, not {sd}")
+    if price is not None and not math.isfinite(price):
+        raise InputError(f"--price must be a finite number, not {price}")
     plan = plan_study(study_file, profile=profile, overrides=settings)
     known_spreads: list[Spread] = []
     if Store.exists(db):
@@ -193,7 +196,7 @@ def study_plan(
         unknown = {name: task for name, task in plan.tasks.items() if name not in known}
         known_spreads += nearest_spreads(unknown, steps, shipped())
     warm_starts.require_recorded(plan, db)
-    forecast = estimate(plan, workers=workers, spreads=known_spreads)
+    forecast = estimate(plan, workers=workers, spreads=known_spreads, price=price)
     if as_json:
         print(forecast.to_json())
     else:

@@ -10,6 +10,7 @@ import torch
 from tests.support.folders import ROOT
 
 import deltalab
+from deltalab import InputError
 from deltalab.models.costs import CostCounter
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
@@ -209,6 +210,18 @@ def test_the_passes_over_finite_data_are_said_once(no_gpu: None) -> None:
         "text: a run makes 1,492 passes over 4,393,403 tokens of training data"
     ]
     assert not [line for line in estimate(planned("niah", "gpu")).notes if "passes" in line]
+
+
+def test_the_hours_of_gpus_have_a_price(no_gpu: None) -> None:
+    plan = planned("comba_ablation", "gpu")
+    found = estimate(plan, price=2.5)
+    assert found.seconds is not None
+    share = plan.spec.resources.gpu
+    assert found.gpu_hours == pytest.approx(found.seconds * found.workers * share / 3600)
+    assert f"{found.gpu_hours * 2.5:,.2f} at 2.5 an hour" in " ".join(printed(found).split())
+    assert estimate(planned("quickstart")).gpu_hours is None
+    with pytest.raises(InputError, match="--price is that of a GPU's hour"):
+        estimate(planned("quickstart"), price=2.5)
 
 
 def test_evaluations_at_several_lengths_are_counted_once_for_the_test() -> None:

@@ -1,4 +1,4 @@
-"""Forecasts what a study with an engine takes besides time: tokens, GPU hours and room on disk."""
+"""Forecasts what a study with an engine takes besides time: tokens and room on disk."""
 
 import math
 from collections.abc import Sequence
@@ -20,13 +20,12 @@ def beside_steps(plan: Plan) -> float:
     return 0.0 if plan.spec.engine is None else BESIDE_STEPS["gpu" if plan.spec.resources.gpu else "cpu"]
 
 
-def engine_notes(plan: Plan, costs: Sequence[ModelCosts], seconds: Sequence[float | None], places: int) -> list[str]:
+def engine_notes(plan: Plan, costs: Sequence[ModelCosts], places: int) -> list[str]:
     """Returns the notes on a study's engine; none without an engine.
 
     Args:
         plan: The study.
         costs: The costs of each arm's model.
-        seconds: The time of all runs of each arm; None where it is not known.
         places: The trainings at a time.
     """
     engine = plan.spec.engine
@@ -40,13 +39,11 @@ def engine_notes(plan: Plan, costs: Sequence[ModelCosts], seconds: Sequence[floa
         largest = max(largest, cost.parameters)
     at_once = places * largest * BYTES_A_PARAMETER * engine.settings.get("checkpoint.keep", KEEP)
     gpus = int(plan.spec.resources.gpu)
-    known = [time for time in seconds if time is not None]
-    hours = f", about {sum(known) * gpus / 3600:.2g} GPU hours" if gpus and len(known) == len(seconds) and known else ""
     most = "at most " if any(arm.config["train"].get("seconds") for arm in plan.arms) else ""
     of_each = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{engine.processes} process{'es' * (engine.processes > 1)}"
     return [
         f"engine: {engine.name} trains {plan.runs} runs one by one on {of_each} each: {most}{_count(tokens)} tokens in "
-        f"all{hours}. Newest checkpoints and weights take {_gib(kept)} at the end, and up to {_gib(at_once)} more "
+        f"all. Newest checkpoints and weights take {_gib(kept)} at the end, and up to {_gib(at_once)} more "
         "while runs train."
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from deltalab.errors import InputError
 from deltalab.models.costs import CostCounter, ModelCosts
 from deltalab.models.dead_parameters import dead_parameters, tried_elements
 from deltalab.statistics.joint_test import ALPHA, smallest_p
@@ -21,7 +22,9 @@ from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.recorded_study import RecordedSpec
 
 
-def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread] = ()) -> Estimate:
+def estimate(
+    plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread] = (), price: float | None = None
+) -> Estimate:
     """Forecasts the size and the time of every arm and of the study, within seconds for a study of any size.
 
     On CPUs some arms are timed, for about `arm_times.TIMING_SECONDS`. For a GPU nothing is timed: its rates were
@@ -31,10 +34,13 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         plan: The study.
         workers: How many stacks run at a time; None for as many as this machine has places for.
         spreads: The spreads of scores that are known.
+        price: The price of a GPU's hour.
 
     Raises:
-        InputError: An arm does not build or run.
+        InputError: An arm does not build or run, or a price is given for a study without GPUs.
     """
+    if price is not None and not plan.spec.resources.gpu:
+        raise InputError("--price is that of a GPU's hour, and the study has resources without gpu")
     wanted = plan.spec.resources
     workers = workers or max(1, wanted.places(os.cpu_count() or 1, torch.cuda.device_count()))
     before = torch.get_num_threads()
@@ -89,6 +95,8 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         workers=workers,
         stack=1 if plan.spec.engine else wanted.stack,
         seconds=sum(whole) / workers if len(whole) == len(arms) else None,
+        gpu_hours=sum(whole) * wanted.gpu / 3600 if wanted.gpu and len(whole) == len(arms) else None,
+        price=price,
         where=times.where,
         how=times.how,
         smallest_p=smallest_p(seeds) if of_base is None else min(1.0, tested / RELABELLINGS),
@@ -111,7 +119,7 @@ def estimate(plan: Plan, *, workers: int | None = None, spreads: Sequence[Spread
         ],
         notes=(
             *advice(plan, spreads, tested),
-            *engine_notes(plan, [cost for cost, _ in costs], [arm.seconds for arm in arms], workers),
+            *engine_notes(plan, [cost for cost, _ in costs], workers),
             *notes_of(plan, arms, trainings, times.steps),
         ),
         overrides=plan.overrides,

@@ -81,6 +81,8 @@ class Estimate:
         workers: How many stacks run at a time.
         stack: The most trials in one stack.
         seconds: The time of the whole study if no trials are stacked; None if the time is not known.
+        gpu_hours: The hours of GPUs that `seconds` takes; None if the time is not known, or is that of CPUs.
+        price: The price of a GPU's hour; None if it is not given.
         where: The hardware that the time assumes.
         how: How the times were obtained.
         smallest_p: The least p that the seeds can give.
@@ -109,6 +111,8 @@ class Estimate:
     effects: list[Effect]
     notes: tuple[str, ...]
     overrides: dict[str, Any] = field(default_factory=dict)
+    gpu_hours: float | None = None
+    price: float | None = None
 
     def to_json(self) -> str:
         """Writes the estimate as JSON."""
@@ -136,10 +140,18 @@ class Estimate:
         lines = [
             f"{name}: {self.trials} trials, {self.runs} runs, {time}",
             self.how,
+            *self._paid(),
             *self._power(),
             *self.notes,
         ]
         return Group(table, *map(Text, lines))
+
+    def _paid(self) -> list[str]:
+        """Says how many hours of GPUs the study takes, and what they cost, in lines of text."""
+        if self.gpu_hours is None:
+            return []
+        cost = "" if self.price is None else f": {self.gpu_hours * self.price:,.2f} at {self.price:g} an hour"
+        return [f"{'About' if self.stack == 1 else 'At most'} {self.gpu_hours:,.2g} GPU hours{cost}."]
 
     def _power(self) -> list[str]:
         """Says how small a difference the study can find, in lines of text."""

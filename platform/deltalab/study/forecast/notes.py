@@ -181,10 +181,19 @@ def _within_seconds(plan: Plan, trainings: list[Training], steps: Sequence[float
 
 def _passes(trainings: list[Training]) -> list[str]:
     """Notes how often a run reads its task's training data, if the data are finite. Equal notes appear once."""
-    lines: dict[str, None] = {}
+    lines: dict[tuple[str, str], list[int]] = {}
     for task, spec in ((training.task, training.spec) for training in trainings):
         if task.train_tokens is not None:
             passes = spec.steps * spec.batch_size * task.length / task.train_tokens
             shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
-            lines[f"{task.name}: a run makes {shown} passes over {task.train_tokens:,} tokens of training data"] = None
-    return [*lines]
+            lines.setdefault((task.name, shown), []).append(task.train_tokens)
+    return [
+        f"{name}: a run makes {shown} passes over {_from_to(tokens)} tokens of training data"
+        for (name, shown), tokens in lines.items()
+    ]
+
+
+def _from_to(numbers: Sequence[int]) -> str:
+    """Returns the least and the largest of some numbers as text; one number if they are alike."""
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
