@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 from tests.support.folders import ROOT
-from tests.support.hostile import VALID, Watched, hostile
+from tests.support.hostile import VALID, hostile
+from tests.support.watched import Watched
 
 from deltalab import reading, registry, rule
 from deltalab.errors import InputError
 from deltalab.models import costs
 from deltalab.models import spec as model
 from deltalab.reading import read_json, read_yaml
+from deltalab.study.forecast import notes, step_time
 from deltalab.study.specs import method_settings
 from deltalab.study.specs import study_file as study
 from deltalab.study.specs.sections import ladder_sizes, search_space
@@ -157,7 +159,16 @@ REST = [
     ("seeds: 2", "seeds: 2\nresources: {gpu: 1.0e-300}", "resources.gpu: must be 0, or at least 0.01"),
     ("seeds: 2", "seeds: 1000000000", "seeds must be less than or equal to 1000"),
     ("d_model: 8", "d_model: 16384", None),
-    ("rule: gla", "rule: {name: gka, iterations: 1048576}", "over 20,000 calls of PyTorch's operators"),
+    ("heads: 1", "heads: 1\n    kv_rank: 65536", None),
+    ("    heads: 1\n  rule: gla", "    heads: 1\n    key_dim: 65536\n  rule: rwkv6", None),
+    (
+        "seeds: 2",
+        "seeds: {at_least: 2, at_most: 1000}\narms: {"
+        + ", ".join(f"a{i}: {{train: {{lr: {i + 1}}}}}" for i in range(12))
+        + "}",
+        None,
+    ),
+    ("rule: gla", "rule: {name: gka, iterations: 1048576}", "over 10,000 calls of PyTorch's operators"),
     ("seeds: 2", "seeds: 3\nscales: {model.d_model: [" + ", ".join(map(str, range(8, 176, 8))) + "]}", "at most 20"),
     (
         "seeds: 2",
@@ -209,6 +220,7 @@ def test_the_table_of_limits_has_every_limit() -> None:
         ),
         *(task.MOST, task.MOST_LENGTH, task.MOST_VOCABULARY),
         *(corpus.MOST_FILES, corpus.MOST_BYTES, costs.MOST_CALLS, ladder_sizes.MOST_SIZES),
+        *(notes.MOST_WRITTEN, step_time.MOST_TIMED_WRITTEN),
     )
     assert [f"{number:,}" for number in numbers if f"{number:,}" not in table] == []
 

@@ -4,7 +4,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.support.hostile import Watched, hostile
+from tests.support.hostile import hostile
+from tests.support.watched import Watched
 
 FILES = 2000
 

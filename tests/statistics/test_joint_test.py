@@ -19,6 +19,7 @@ from deltalab.statistics.joint_test import (
     flips,
     follow,
     one_look,
+    rejected_by_look,
     rejects,
     seeds_needed,
     smallest_p,
@@ -231,6 +232,19 @@ def test_the_interval_is_that_of_the_values_that_are_not_rejected() -> None:
     width = found.high - found.low
     assert not rejects(arms, inside, one_look(7)).any()
     assert rejects(arms, [found.low - 0.1 * width, found.high + 0.1 * width], one_look(7)).all()
+
+
+@pytest.mark.parametrize("seeds", [(4, 7, 9), (6, 13, 20)])
+def test_what_is_rejected_by_look_is_what_each_look_rejects(seeds: tuple[int, ...]) -> None:
+    """Also when it is asked again for other shifts, or for the same ones."""
+    random = np.random.default_rng(3)
+    arms = list(random.normal(1.0, 1.0, size=(3, seeds[-1])))
+    looks = [Look(n, spent) for n, spent in zip(seeds, (0.01, 0.03, 0.05), strict=True)]
+    known = rejected_by_look(arms, looks)
+    for shifts in (np.linspace(-2, 3, 9), np.linspace(0, 4, 7), np.linspace(0, 4, 7)):
+        each = [rejects(arms, shifts, looks[:k]) for k in (1, 2, 3)]
+        assert (known(shifts) == each).all()
+        assert 0 < known(shifts).sum() < known(shifts).size
 
 
 @pytest.mark.slow(keep="1")

@@ -1,38 +1,25 @@
-"""Study files that nobody should write: a grammar of them, and a process that plans them under watch.
-
-`python tests/support/hostile.py 2000` prints the files that are not refused well, by what is wrong with them.
-"""
+"""Study files that nobody should write: a grammar of them."""
 
 # ruff: noqa: E501, RUF005
 
 import contextlib
-import io
+import inspect
 import json
-import os
 import random
 import re
-import resource
-import select
-import subprocess
-import sys
-import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import yaml
 
-MOST_SECONDS = 5.0
-"""Of wall time, but for the time in which the process waits for a processor that other processes use."""
-MOST_BYTES = 500 * 10**6
-"""What a file may add to the memory of the process."""
-PATIENCE = 60.0
-"""Seconds until the process is killed."""
-
-# ------------------------------------------------------------------------------------------------ what is written
+from deltalab.gates import Gate
+from deltalab.models import spec as model
+from deltalab.registry import list_rules, rule_plugin
+from deltalab.rule import MOST_KNOB
+from deltalab.tasks import BUILTIN
+from deltalab.tasks.task import MOST_LENGTH
+from deltalab.training import spec as training
 
 RULES = (
     "comba",
@@ -184,6 +171,9 @@ LIMITS: tuple[tuple[str, Any], ...] = (
     ("resources", {"cpu": 4096, "memory": 1_048_576, "stack": 10_000}),
 )
 
+COUNTS = ("slots", "rank", "levels", "width")
+"""What a gate counts."""
+
 _HELD = re.compile(r"'?@(\d+)@'?")
 
 
@@ -242,6 +232,62 @@ def mutated(r: random.Random) -> bytes:
     text = yaml.safe_dump(found, sort_keys=False, width=10**6, allow_unicode=r.random() < 0.5)
     text = _HELD.sub(lambda place: raw[int(place[1])] if int(place[1]) < len(raw) else place[0], text)
     return text.encode("utf-8", "surrogatepass")
+
+
+def _upto(r: random.Random, most: float) -> int:
+    """A whole number up to a limit: the limit itself, or a power of two."""
+    return int(most) if r.random() < 0.4 else 2 ** r.randint(0, int(most).bit_length() - 1)
+
+
+def _rule(r: random.Random) -> dict[str, Any]:
+    """Any rule, with some of its knobs as far as they go."""
+    name = r.choice(list_rules())
+    found: dict[str, Any] = {"name": name}
+    for field in fields(rule_plugin(name).kind):
+        option = r.choice(field.metadata.get("options", (None,)))
+        if r.random() < 0.5:
+            continue
+        if isinstance(option, bool | str):
+            found[field.name] = option
+        elif isinstance(option, int | float):
+            found[field.name] = _upto(r, MOST_KNOB)
+        elif isinstance(option, Gate) and (counts := [key for key, _ in option.options if key in COUNTS]):
+            found[field.name] = {option.kind: {r.choice(counts): _upto(r, 65_536)}}
+    return found
+
+
+def _task(r: random.Random) -> dict[str, Any]:
+    """Any task, with some of its whole numbers as far as they go."""
+    name = r.choice(sorted(BUILTIN))
+    found = dict(BUILTIN[name].example) | TASKS.get(name, {})
+    for parameter in inspect.signature(BUILTIN[name]).parameters.values():
+        if type(found.get(parameter.name, parameter.default)) is int and r.random() < 0.4:
+            found[parameter.name] = _upto(r, MOST_LENGTH)
+    return {name: found}
+
+
+def limited(r: random.Random) -> bytes:
+    """A study that is right but for one to four of its settings, which lie at a limit or anywhere below it."""
+    found = json.loads(json.dumps(study(r)))
+    parts = {"rule": found["base"], "model": found["base"]["model"], "train": found["base"]["train"]}
+    for _ in range(r.choice([1, 1, 2, 3, 4])):
+        what = r.choice(["rule", "rule", "arm", "task", "model", "model", "train", "limit"])
+        if what == "rule":
+            parts["rule"]["rule"] = _rule(r)
+        elif what == "arm" and "search" not in found:
+            found.setdefault("arms", {})[f"limited{r.randrange(9)}"] = {"rule": _rule(r)}
+        elif what == "task":
+            found["task"] = _task(r)
+            found.pop("for_task", None)
+        elif what in ("model", "train"):
+            most = (model if what == "model" else training).MOST
+            key = r.choice(sorted(key for key in most if "." not in key and key not in ("vocab_size", "window")))
+            parts[what][key] = _upto(r, most[key])
+        else:
+            where, value = r.choice(LIMITS)
+            with contextlib.suppress(KeyError, TypeError):  # the study has no such part
+                _parent(found, tuple(where.split(".")))[where.rpartition(".")[2]] = value
+    return yaml.safe_dump(found, sort_keys=False, width=10**6).encode()
 
 
 def torn(r: random.Random) -> bytes:
@@ -307,178 +353,8 @@ WHOLE: tuple[bytes, ...] = tuple(
 
 
 def hostile(r: random.Random) -> bytes:
-    """A file. Four of five are studies with a mutation or a few."""
+    """A file. Four of five are studies: half with a mutation or a few, half with settings at their limits."""
     share = r.random()
     if share < 0.8:
-        return mutated(r)
+        return mutated(r) if share < 0.4 else limited(r)
     return torn(r) if share < 0.94 else r.choice(WHOLE) if share < 0.99 else r.randbytes(r.randrange(200))
-
-
-# ------------------------------------------------------------------------------------------------ how it is planned
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the command said. code: None where the process died or had to be killed. extra: bytes of memory."""
-
-    code: int | None
-    said: str
-    seconds: float
-    extra: int
-
-    @property
-    def wrong(self) -> str | None:
-        """What the answer does against the promise; None where it is a plan, or exit 2 in one line."""
-        if self.code is None:
-            return f"died: {self.said}"
-        if "Traceback" in self.said or self.code not in (0, 2):
-            return "traceback: " + (self.said.strip().splitlines() or [""])[-1][:100]
-        if self.seconds > MOST_SECONDS:
-            return f"hang: {self.seconds:.0f} s, code {self.code}"
-        if self.extra > MOST_BYTES:
-            return f"memory: {self.extra / 1e6:.0f} MB, code {self.code}"
-        if self.code == 2 and (self.said.count("\n") != 1 or not self.said.startswith("error: ")):
-            return "not one line: " + self.said[:60]
-        if self.code == 2 and (len(self.said) > 4000 or not self.said[:-1].isprintable()):
-            return "a line that no terminal can show: " + self.said[:60]
-        return None
-
-
-class Watched:
-    """A process with deltalab in it, which plans one file after another; it is killed over its time or memory."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, *words: str) -> Answer:
-        """The answer of `platform WORDS`."""
-        process = self._process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(words) + "\n")
-        process.stdin.flush()
-        began, idle = time.monotonic(), _resident(process.pid)
-        while not select.select([process.stdout], [], [], 0.05)[0]:
-            extra = _resident(process.pid) - idle
-            if time.monotonic() - began > PATIENCE or extra > 2 * MOST_BYTES:
-                self.close()
-                why = f"{extra / 1e6:.0f} MB" if extra > 2 * MOST_BYTES else f"no answer for {PATIENCE:.0f} s"
-                return Answer(None, why, time.monotonic() - began, extra)
-        line = process.stdout.readline()
-        if not line:
-            code = process.wait()
-            self.close()
-            return Answer(None, f"exit {code}", time.monotonic() - began, 0)
-        answer = Answer(**json.loads(line))
-        if answer.extra > MOST_BYTES:
-            self.close()  # What it keeps must not count for the next one.
-        return answer
-
-    def plan(self, text: bytes) -> Answer:
-        """The answer of `deltalab study plan` to a file."""
-        file = self.folder / "hostile.yaml"
-        file.write_bytes(text)
-        return self.ask("study", "plan", file.name)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=self.folder,
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        return process
-
-
-def _resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):
-        return 0
-
-
-def _peak() -> int:
-    """The most memory since the last reset, or ever where it cannot be reset."""
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
-
-
-def _undisturbed() -> float:
-    """Wall time in seconds, without the time for which the process was ready to run and had no processor."""
-    return time.monotonic() - int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-
-
-def _child() -> None:
-    """Answers each line of words with a line of JSON."""
-    out, stdin = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
-    from deltalab.cli.app import main
-    from deltalab.study.forecast import arm_times
-
-    arm_times.TIMING_SECONDS = 0.0  # one arm of each plan is timed
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    print("ready", file=out, flush=True)
-    for line in iter(stdin.readline, ""):
-        words = json.loads(line)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-        before, began = _resident(os.getpid()), _undisturbed()
-        code, said = _said(main, words)
-        answer = Answer(code, said, _undisturbed() - began, max(0, _peak() - before))
-        print(json.dumps(answer.__dict__), file=out, flush=True)
-
-
-def _said(main: Callable[[], None], words: list[str]) -> tuple[int, str]:
-    said = io.StringIO()
-    sys.argv = ["platform", *words]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-    return code, said.getvalue()
-
-
-def _count(count: int, number: int, kept: Path) -> None:
-    """Prints how many files are not refused well, and keeps each."""
-    kept.mkdir(parents=True, exist_ok=True)
-    watched = Watched(kept)
-    wrong: Counter[str] = Counter()
-    codes: Counter[int | None] = Counter()
-    files = [hostile(random.Random(f"{number}/{i}")) for i in range(count)]
-    for i, text in enumerate(files):
-        answer = watched.plan(text)
-        codes[answer.code] += 1
-        if why := answer.wrong:
-            wrong[re.sub(r"\d+", "N", why)[:70]] += 1
-            (kept / f"{number}-{i}.yaml").write_bytes(text)
-            print(f"{i}: {why}; {answer.seconds:.1f} s", flush=True)
-        elif answer.seconds > 1.5:
-            print(f"{i}: slow {answer.seconds:.1f} s, code {answer.code}: {answer.said[:80]!r}", flush=True)
-    watched.close()
-    print(f"{sum(wrong.values())} of {len(files)} not refused well; exit codes {dict(codes)}")
-    for why, n in wrong.most_common():
-        print(f"{n:5} {why}")
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "child":
-        _child()
-    else:
-        _count(
-            int(sys.argv[1]),
-            int(sys.argv[2]) if len(sys.argv) > 2 else 0,
-            Path(sys.argv[3] if len(sys.argv) > 3 else "wrong"),
-        )

@@ -23,7 +23,10 @@ MOST_COMPUTED = 2**21
 A larger block is counted without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory
 for large ones."""
 
-MOST_CALLS = 20_000
+MOST_WRITTEN = 2**27
+"""The most elements that the operators of a pass of one block write on a CPU. A larger pass is made without numbers."""
+
+MOST_CALLS = 10_000
 """The most calls of PyTorch's operators in a pass of one block of rules over `SAMPLE` tokens, which take seconds."""
 
 PASSES = 3
@@ -39,11 +42,14 @@ class ModelCosts:
         cache: Elements held for one sequence after T tokens, by what they are for.
         flops_per_token: Operations of the matrix products of a forward pass, without embedding and logits. Of experts,
             those that a token uses.
+        written_per_token: Elements that the operators of a forward pass write, views of them too, which bounds what a
+            step of training holds.
     """
 
     parameters: int
     cache: CacheSize
     flops_per_token: float
+    written_per_token: float = 0.0
 
     def by_quantity(self) -> dict[str, float]:
         """Lists the costs under the names of quantities that a study's file uses.
@@ -99,6 +105,7 @@ class CostCounter:
             + sum(n * block.parameters for n, block in kinds),
             cache=CacheSize.summed(block.cache for n, block in kinds for _ in range(n)),
             flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
+            written_per_token=sum(n * block.written_per_token for n, block in kinds),
         )
 
     def whole_flops_per_token(self, model: ModelSpec, length: int) -> float:
@@ -131,6 +138,7 @@ class _Blocks:
     parameters: int
     cache: CacheSize
     flops_per_token: float
+    written_per_token: float
     grows: bool
     """Whether the cache was larger one token later."""
 
@@ -147,7 +155,10 @@ def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
     largest = max(model.d_model * max(width, mlp_width), model.heads * (length or 0) ** 2 // 8)
     device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
     if not model.foreign():
-        return _count_on(device, model, length)
+        try:
+            return _count_on(device, model, length)
+        except _TooLarge:
+            return _count_on(torch.device("meta"), model, length)
     try:
         return _count_on(torch.device("cpu"), model, length)
     except Exception:
@@ -161,32 +172,44 @@ def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
 def _count_on(device: torch.device, model: ModelSpec, length: int | None) -> _Blocks:
     with device:
         network = Model(model)
-    flops, cache = _run(network, length or SAMPLE, device)
+    tokens = length or SAMPLE
+    counted, cache = _run(network, tokens, device)
+    flops = counted.total / tokens - 2 * idle_parameters(network)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     grows = length is None and network.hidden(token, cache)[1][0].numel() != cache[0].numel()
     inside = sum(p.numel() for p in network.blocks.parameters())
     ends = sum(p.numel() for p in network.parameters()) - inside
     size = cast(Block, network.blocks[0]).cache_size(cache[0])
-    return _Blocks(ends, inside // model.depth, size, flops / model.depth, grows)
+    written = counted.written / tokens / model.depth
+    return _Blocks(ends, inside // model.depth, size, flops / model.depth, written, grows)
 
 
-def _run(network: Model, length: int, device: torch.device) -> tuple[float, list[LayerCache]]:
-    """Runs a model on `length` tokens: the flops of each token, and the caches."""
+def _run(network: Model, length: int, device: torch.device) -> tuple["_Counter", list[LayerCache]]:
+    """Runs a model on `length` tokens: what was counted, and the caches."""
     # Other attentions of a CPU hide their products from the counter.
     # A module of another author may well loop over its tokens, but a rule is run on few.
     few = length <= SAMPLE and not network.spec.foreign()
-    with sdpa_kernel(SDPBackend.MATH), _Flops(MOST_CALLS if few else None) as counter:
+    with sdpa_kernel(SDPBackend.MATH), _Counter(MOST_CALLS if few else None, device) as counter:
         _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
-    return counter.total / length - 2 * idle_parameters(network), cache
+    return counter, cache
 
 
-class _Flops(TorchDispatchMode):
-    """Counts what PyTorch's `FlopCounterMode` counts, without loading the compiler, which takes seconds."""
+class _TooLarge(Exception):
+    """A pass on a CPU writes more than `MOST_WRITTEN` elements."""
 
-    def __init__(self, most: int | None) -> None:
+
+class _Counter(TorchDispatchMode):
+    """Counts what PyTorch's `FlopCounterMode` counts, without loading the compiler, which takes seconds.
+
+    Attributes:
+        total: Operations of matrix products.
+        written: Elements of all results.
+    """
+
+    def __init__(self, most: int | None, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = self.calls = 0
-        self._most = most
+        self.total = self.written = self.calls = 0
+        self._most, self._bounded = most, most is not None and device.type == "cpu"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -203,4 +226,8 @@ class _Flops(TorchDispatchMode):
         out = func(*args, **kwargs)
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self.total += flops(*args, **kwargs, out_val=out)
+        self.written += sum(one.numel() for one in (out if isinstance(out, tuple | list) else (out,))
+                            if isinstance(one, torch.Tensor))  # fmt: skip
+        if self._bounded and self.written > MOST_WRITTEN:
+            raise _TooLarge
         return out

@@ -29,7 +29,7 @@ is -m" are both rejected by one-sided tests at 5% (Schuirmann 1987), which are t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -249,6 +249,17 @@ def rejects(differences: Sequence[ArrayLike], shifts: ArrayLike, looks: Sequence
     return family.p(0, np.asarray(shifts, dtype=float), looks) <= ALPHA
 
 
+def rejected_by_look(differences: Sequence[ArrayLike], looks: Sequence[Look]) -> Callable[[Array], NDArray[np.bool_]]:
+    """Returns a function of shifts [D] that says for each look, [K, D], what `rejects` says of the looks up to it.
+
+    Args:
+        differences: The differences d_j [n] of each arm.
+        looks: All looks.
+    """
+    family = _Family(_pairs(differences), [0] * len(differences), [0.0] * len(differences))
+    return lambda shifts: np.array([family.p(0, shifts, looks[: k + 1]) <= ALPHA for k in range(len(looks))])
+
+
 @cache
 def flips(n: int) -> Array:
     """Returns the signs e [E, n] of all flips, the observed signs first.
@@ -283,6 +294,7 @@ class _Family:
     def __init__(self, pairs: list[Paired], units: list[int], margins: list[float], intervals: bool = True) -> None:
         self.pairs, self.units, self.margins, self.intervals = pairs, units, margins, intervals
         self._kept: dict[tuple[int, ...], _Flipped] = {}
+        self._of_shifts: tuple[tuple[int, bytes], dict[tuple[int, ...], tuple[Array, Array]]] = (0, b""), {}
         self._of_arm: dict[tuple[int, ...], tuple[Array, Array]] = {}
         self.stopped: dict[int, int] = {}
         self.decided: set[int] = set()
@@ -290,7 +302,12 @@ class _Family:
     def stop(self, j: int, seeds: int) -> None:
         """Notes that arm j gets no further seeds."""
         self.stopped[j] = seeds
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was computed with the arms that were decided and stopped until now."""
         self._kept.clear()
+        self._of_shifts = (0, b""), {}
 
     def tested(self, running: list[int], looks: Sequence[Look]) -> dict[int, Difference]:
         """Steps down through the arms that run, and returns the difference of each."""
@@ -301,7 +318,7 @@ class _Family:
             # Among arms with equal p, those with the largest T go first, together: the order of arms must not matter.
             t = {j: self._observed(j, looks) for j in left if p[j] == min(p.values())}
             self.decided |= {j for j in t if t[j] >= max(t.values()) * _EQUAL}
-            self._kept.clear()
+            self._forget()
         return {j: self._difference(j, looks) for j in running}
 
     def _difference(self, j: int, looks: Sequence[Look]) -> Difference:
@@ -348,6 +365,8 @@ class _Family:
     def _seen(self, i: int, signs: Array) -> Array:
         """The differences of arm i under every flip, [E, n]: about 0 if the arm was decided, repeated if it stopped."""
         n = min(signs.shape[1], self.stopped.get(i, signs.shape[1]))
+        if n == signs.shape[1] and i not in self.decided:
+            return self._exchanged(i, signs)
         shift, factor = 0.0, 1.0
         if i in self.decided and n > 1:
             shift, factor = float(self.pairs[i].head(n).differences.mean()), math.sqrt(n / (n - 1))
@@ -385,7 +404,16 @@ class _Family:
         return float(self._largest(j, np.zeros(1), flips(looks[-1].seeds))[1][0, 0])
 
     def _largest(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
-        """The largest T of the family and the T of arm j, each [D, E]."""
+        """The largest T of the family and the T of arm j, each [D, E]. Later looks ask for those of the same shifts."""
+        key = j, shifts.tobytes()
+        if key != self._of_shifts[0]:
+            self._of_shifts = key, {}
+        known = self._of_shifts[1]
+        if signs.shape not in known:
+            known[signs.shape] = self._compared(j, shifts, signs)
+        return known[signs.shape]
+
+    def _compared(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
         of_j = _Flipped.shifted(self._exchanged(j, signs), shifts, signs)
         family = self._flipped(signs)
         largest = np.zeros((1, 1))

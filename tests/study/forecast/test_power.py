@@ -22,6 +22,7 @@ from deltalab.store import RunRecord, Store
 from deltalab.study.forecast.designs import Design, advice
 from deltalab.study.forecast.estimate import Estimate, estimate
 from deltalab.study.forecast.power import (
+    MOST_SEEDS,
     MeasuredSpread,
     Spread,
     detectable,
@@ -63,6 +64,9 @@ def test_more_seeds_find_less_and_more_arms_need_more() -> None:
     assert detectable(one_look(5), 1) == math.inf
     assert detectable(one_look(6), 1) > detectable(one_look(9), 1) > detectable(one_look(15), 1) > 0.5
     assert detectable(one_look(9), 7) > detectable(one_look(9), 1)
+    assert detectable(one_look(1000), 7) * math.sqrt(1000) == pytest.approx(
+        detectable(one_look(MOST_SEEDS), 7) * math.sqrt(MOST_SEEDS)
+    )
     assert detectable(spread_looks(6, 9), 7) > detectable(one_look(9), 7), "looks cost power"
 
 

@@ -15,7 +15,7 @@ from deltalab.study.forecast.arm_times import naming, step_times
 from deltalab.study.forecast.designs import advice
 from deltalab.study.forecast.engine_costs import beside_steps, engine_notes
 from deltalab.study.forecast.figures import ArmCost, Effect, Estimate
-from deltalab.study.forecast.notes import MOST_TRIED, notes_of
+from deltalab.study.forecast.notes import MOST_TRIED, MOST_WRITTEN, notes_of
 from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups, seeds_to_equal
 from deltalab.study.forecast.step_time import Training
 from deltalab.study.planning.plan import Plan
@@ -138,11 +138,13 @@ def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int | None]], list[Trai
             with naming(plan, arm):
                 cost = counter.costs(model, task.length)  # refuses a model that would take long below
                 tried += tried_elements(model)
-                dead = dead_parameters(model, task.length) if tried <= MOST_TRIED else None
+                few = tried <= MOST_TRIED and cost.written_per_token / model.depth <= MOST_WRITTEN
+                dead = dead_parameters(model, task.length) if few else None
                 counted[key] = cost, dead
         cost, _ = counted[key]
         costs.append(counted[key])
-        trainings.append(Training(task, model, spec, plan.spec.looks[-1].seeds, cost.flops_per_token))
+        seeds = plan.spec.looks[-1].seeds
+        trainings.append(Training(task, model, spec, seeds, cost.flops_per_token, cost.written_per_token))
     return costs, trainings
 
 

@@ -16,6 +16,8 @@ from deltalab.study.specs.setting_paths import training_part
 
 MOST_TRIED = 2**25
 """The parameters of all blocks in which a plan looks for some that do nothing, which takes a second or two."""
+MOST_WRITTEN = 2**22
+"""The elements that a block writes for each token, up to which a plan looks for its parameters that do nothing."""
 
 
 def notes_of(plan: Plan, arms: list[ArmCost], trainings: list[Training], steps: Sequence[float | None]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deltalab.reading import pairs
-from deltalab.statistics.joint_test import ALPHA, Look, rejects, seeds_needed, smallest_p
+from deltalab.statistics.joint_test import ALPHA, Look, rejected_by_look, seeds_needed, smallest_p
 from deltalab.statistics.unbalanced import Groups, compare_one
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
@@ -24,7 +24,13 @@ STUDIES = 100
 """How many studies are simulated to find the detectable effect."""
 MOST_ARMS = 12
 """The most arms of a simulated study. More arms would change the detectable effect little and take long."""
-
+COARSE = 3
+EFFECTS = np.geomspace(0.25, 16, 1 + 13 * COARSE)
+"""The effects that are looked for, in standard deviations of a seed's score: first every third of them."""
+MOST_SEEDS = 32
+"""The most seeds of a simulated study. The effect that more seeds find falls with the square root of their number."""
+MOST_LOOKS = 4
+"""How many of its last looks a simulated study takes. Earlier ones spend little of the error."""
 
 SHIPPED = Path(__file__).with_name("spreads.json")
 """The spreads that come with deltalab. `benchmarks/measures.py` measures them."""
@@ -110,15 +116,28 @@ def detectable(looks: tuple[Look, ...], arms: int) -> float:
     seeds = looks[-1].seeds
     if smallest_p(seeds) > ALPHA:
         return math.inf
+    smaller = max(1.0, seeds / MOST_SEEDS)
+    by_seeds = {max(2, round(look.seeds / smaller)): look.spent for look in looks[-MOST_LOOKS:]}
+    looks = tuple(Look(seeds, spent) for seeds, spent in by_seeds.items())
+    seeds = looks[-1].seeds
     random = np.random.default_rng(0)
-    effects = np.geomspace(0.25, 16, 40)
     least = []
     for _ in range(STUDIES):
         scores = random.normal(size=(1 + min(arms, MOST_ARMS), seeds))
-        differences = list(scores[1:] - scores[0])
-        rejected = np.any([rejects(differences, -effects, looks[:k]) for k in range(1, len(looks) + 1)], axis=0)
-        least.append(effects[np.argmax(rejected)] if rejected.any() else math.inf)
-    return float(np.quantile(least, POWER))
+        least.append(_least(list(scores[1:] - scores[0]), looks))
+    return float(np.quantile(least, POWER)) / math.sqrt(smaller)
+
+
+def _least(differences: Sequence[np.ndarray], looks: Sequence[Look]) -> float:
+    """Returns the least of `EFFECTS` that a simulated study finds at any look, infinite if there is none."""
+    known = rejected_by_look(differences, looks)
+    coarse = EFFECTS[::COARSE]
+    found = known(-coarse).any(axis=0)
+    if not found.any():
+        return math.inf
+    at = COARSE * int(np.argmax(found))
+    near = EFFECTS[max(0, at - COARSE + 1) : at + 1]
+    return float(near[np.argmax(known(-near).any(axis=0))])
 
 
 @cache

@@ -33,6 +33,10 @@ MOST_TIMED_BYTES = 2**28
 """The most memory of a timed stack: 4 numbers for each parameter, and for each token of the batch 40 d_model in each
 layer and 3 logits."""
 
+MOST_TIMED_WRITTEN = 2**30
+"""The most elements that the operators of a forward pass of a timed stack write. Some rules write far more than the
+width of their model, such as products of all pairs of tokens by channel."""
+
 MOST_TIMED_LENGTH = 2**14
 """The most tokens of a timed sequence. A rule may take its chunks one by one, so that a long sequence takes long."""
 
@@ -53,6 +57,7 @@ class Training:
         spec: The settings of the training.
         seeds: How many runs can train together in one stack.
         flops_per_token: Operations of a forward pass per token, without logits.
+        written_per_token: Elements that a forward pass writes per token; 0 if they were not counted.
     """
 
     task: Task
@@ -60,6 +65,7 @@ class Training:
     spec: TrainSpec
     seeds: int
     flops_per_token: float
+    written_per_token: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -94,8 +100,12 @@ def _timeable(training: Training) -> int:
     if training.task.length > MOST_TIMED_LENGTH or model.depth > MOST_TIMED_BLOCKS:
         return 0
     parameters = training.flops_per_token / 2 + model.vocab_size * model.d_model
-    numbers = 4 * parameters + tokens * (40 * model.d_model * model.depth + 3 * model.vocab_size)
-    return int(min(MOST_TIMED_FLOPS / training.flops, MOST_TIMED_BYTES / (4 * numbers)))
+    # Ranks may be far wider than d_model: a block's parameters over d_model are the numbers that its matrices write.
+    width = max(40 * model.d_model * model.depth, 1.5 * training.flops_per_token / model.d_model)
+    numbers = 4 * parameters + tokens * (width + 3 * model.vocab_size)
+    written = max(1.0, tokens * training.written_per_token)
+    most = MOST_TIMED_FLOPS / training.flops, MOST_TIMED_BYTES / (4 * numbers), MOST_TIMED_WRITTEN / written
+    return int(min(most))
 
 
 def _timed(task: Task, model: ModelSpec, spec: TrainSpec, runs: int) -> float:
