@@ -1,10 +1,12 @@
 """Options of the chaos tests, the server and the undisturbed study that they share, and the table at their end."""
 
 import json
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
     group.addoption("--kills", type=int, default=100, help="kills in all, spread over what can be killed")
     group.addoption("--chaos-seed", type=int, default=0, help="repeats the moments of another run")
+    group.addoption(
+        "--chaos-database", choices=["sqlite", "postgresql"], default="sqlite", help="where the ledgers of kills lie"
+    )
     group.addoption("--chaos-json", type=Path, help="a file for the table")
 
 
@@ -40,6 +45,14 @@ class Postgres:
         self.server.psql(f"CREATE DATABASE {name};")
         return str(self.server.get_uri(database=name)).replace("postgresql://", "postgresql+psycopg://", 1)
 
+    def sessions(self) -> list[psutil.Process]:
+        """The processes of the server that serve a lab."""
+        found = []
+        for child in psutil.Process(self.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                found += [child] * (" lab" in " ".join(child.cmdline()))
+        return found
+
     @property
     def pid(self) -> int:
         pid = self.server.get_pid()
@@ -60,7 +73,16 @@ class Postgres:
             file.unlink(missing_ok=True)
 
     def start(self) -> None:
-        self.server.ensure_postgres_running()
+        """Starts the server. Its library waits for 10 s, and finds fault with a server that is starting after that."""
+        until = time.monotonic() + 120
+        while True:
+            try:
+                self.server.ensure_postgres_running()
+                return
+            except (subprocess.TimeoutExpired, AssertionError):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.5)
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -108,5 +130,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for kind, row in sums.items():
         terminalreporter.line(f"{kind:<34}" + "".join(f"{row[name]:>10}" for name in FIGURES))
     if file := config.getoption("--chaos-json", None):
-        found = {"seed": config.getoption("--chaos-seed", 0), "kinds": sums, "rounds": rows}
+        database = config.getoption("--chaos-database", "sqlite")
+        found = {"seed": config.getoption("--chaos-seed", 0), "database": database, "kinds": sums, "rounds": rows}
         file.write_text(json.dumps(found, indent=1))

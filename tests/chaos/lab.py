@@ -204,7 +204,9 @@ def _timeless(found: Any) -> Any:
     times = {"seconds", "microseconds_per_token", "study_id", "tokens_per_second"}
     if isinstance(found, dict):
         return {name: _timeless(value) for name, value in found.items() if name not in times}
-    return [_timeless(value) for value in found] if isinstance(found, list) else found
+    if isinstance(found, list):
+        return [_timeless(value) for value in found if not str(value).startswith("The machine was loaded:")]
+    return found
 
 
 @contextmanager
@@ -243,8 +245,19 @@ class Right:
     def demand(self, one: Lab) -> None:
         found = one.answer()
         assert found == self.answer, answers.differences(self.answer, found)
-        assert one.report() == self.report
+        report = one.report()
+        assert report == self.report, _apart(json.loads(self.report), json.loads(report))
         one.check_files()
+
+
+def _apart(right: Any, found: Any, at: str = "report") -> list[str]:
+    """Where two reports differ."""
+    if isinstance(right, dict) and isinstance(found, dict):
+        keys = sorted({*right, *found})
+        return [line for key in keys for line in _apart(right.get(key), found.get(key), f"{at}.{key}")]
+    if isinstance(right, list) and isinstance(found, list) and len(right) == len(found):
+        return [line for i, pair in enumerate(zip(right, found, strict=True)) for line in _apart(*pair, f"{at}[{i}]")]
+    return [] if right == found else [f"{at}: {right!r} became {found!r}"]
 
 
 def undisturbed() -> Right:

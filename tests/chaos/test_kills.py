@@ -9,9 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
-import psutil
 import pytest
 from tests.chaos.conftest import Postgres
 from tests.chaos.lab import Lab, Right, end, lab, moment
@@ -19,15 +17,18 @@ from tests.chaos.lab import Lab, Right, end, lab, moment
 pytestmark = pytest.mark.chaos
 
 SHARES = {
-    "driver": 22,
-    "worker": 28,
-    "joined driver": 8,
-    "postgres": 18,
-    "ray driver": 8,
-    "ray worker": 10,
-    "raylet": 6,
+    "sqlite": {
+        "driver": 22,
+        "worker": 28,
+        "joined driver": 8,
+        "postgres": 18,
+        "ray driver": 8,
+        "ray worker": 10,
+        "raylet": 6,
+    },
+    "postgresql": {"driver": 24, "worker": 20, "joined driver": 16, "postgres": 24, "connection": 16},
 }
-"""Of 100 kills."""
+"""Of 100 kills, by --chaos-database. The kinds `postgres` and `connection` strike a ledger in PostgreSQL always."""
 
 STRIKES = 4
 """In one round."""
@@ -38,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     kills, seed = metafunc.config.getoption("--kills", 100), metafunc.config.getoption("--chaos-seed", 0)
     rounds = []
-    for kind, share in SHARES.items():
+    for kind, share in SHARES[metafunc.config.getoption("--chaos-database", "sqlite")].items():
         left = max(1, round(kills * share / 100))
         while left > 0:
             rounds.append((kind, 1000 * seed + len(rounds), min(left, STRIKES)))
@@ -49,7 +50,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_kills(kind: str, seed: int, strikes: int, right: Right, request: pytest.FixtureRequest,
                tell: Callable[..., None]) -> None:  # fmt: skip
     rng = random.Random(f"{kind} {seed}")
-    server: Postgres | None = request.getfixturevalue("postgres") if kind == "postgres" else None
+    remote = kind == "postgres" or request.config.getoption("--chaos-database", "sqlite") == "postgresql"
+    server: Postgres | None = request.getfixturevalue("postgres") if remote else None
     figures = {"events": 0, "commands": 0, "lost": 0, "doubled": 0, "unequal": 0}
     try:
         while figures["events"] < strikes:
@@ -66,7 +68,7 @@ def test_kills(kind: str, seed: int, strikes: int, right: Right, request: pytest
                 right.demand(one)
                 one.follows(patience=90)
     finally:
-        tell(f"kill -9: {kind}", seed=seed, **figures)
+        tell(f"kill: {kind}", seed=seed, **figures)
 
 
 def struck(one: Lab, kind: str, strikes: int, rng: random.Random, right: Right, server: Postgres | None) -> int:
@@ -116,9 +118,13 @@ def strike(one: Lab, process: subprocess.Popen[bytes], kind: str, rng: random.Ra
     if "driver" in kind:
         end(process)
         return True
-    if server is not None:
+    if kind == "postgres":
+        assert server is not None
         outage(server, rng)
         return True
+    if kind == "connection":
+        assert server is not None
+        return cut(server, process, rng)
     name = {"worker": "", "ray worker": "ray::", "raylet": rng.choice(["raylet", "gcs_server"])}[kind]
     while process.poll() is None:
         if found := one.workers(name):
@@ -129,14 +135,21 @@ def strike(one: Lab, process: subprocess.Popen[bytes], kind: str, rng: random.Ra
 
 
 def outage(server: Postgres, rng: random.Random) -> None:
-    """Kills the server, or the process of one of its connections, which restarts it too. It is away for a while."""
-    postmaster, sessions = psutil.Process(server.pid), []
-    for child in postmaster.children():
-        with suppress(psutil.NoSuchProcess):
-            sessions += [child] * (" lab" in " ".join(child.cmdline()))
-    if sessions and rng.random() < 0.3:
+    """Kills or stops the server, or kills the process of one of its connections, which restarts it too."""
+    if (sessions := server.sessions()) and rng.random() < 0.3:
         end(rng.choice(sessions))
         return
-    server.kill(signal.SIGKILL if rng.random() < 0.7 else signal.SIGQUIT)
+    # SIGINT and SIGQUIT stop it as its `pg_ctl stop` does, with and without a checkpoint.
+    server.kill(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGQUIT, signal.SIGINT]))
     time.sleep(rng.uniform(0.2, 4))
     server.start()
+
+
+def cut(server: Postgres, process: subprocess.Popen[bytes], rng: random.Random) -> bool:
+    """Ends one connection, as `pg_terminate_backend` does; false where the study ended before there was one."""
+    while process.poll() is None:
+        if sessions := server.sessions():
+            end(rng.choice(sessions), signal.SIGTERM)
+            return True
+        time.sleep(0.02)
+    return False
