@@ -1,6 +1,7 @@
 """The command as a stranger types it: every command once, and one line for whatever is wrong."""
 
 import csv
+import gc
 import io
 import json
 import os
@@ -32,6 +33,14 @@ def assert_refused(said: Said, *parts: str) -> None:
     assert said.err.count("\n") == 1, said.err
     for part in parts:
         assert part in said.err
+
+
+def test_the_imports_of_a_study_are_no_garbage_and_what_follows_is(platform: Platform) -> None:
+    before = gc.get_freeze_count()
+    platform("study", "run", "study.yaml", "steps=0")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
+    gc.unfreeze()
 
 
 # Every command once.

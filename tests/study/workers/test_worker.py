@@ -459,6 +459,11 @@ def test_workers_that_share_a_file_name_what_they_write(lab: Path) -> None:
     assert one.file.read_text() == "--- a\nword\nword\n--- b\nword\n--- a\nword\n"
 
 
+def test_garbage_is_collected_while_a_rule_trains(lab: Path) -> None:
+    """The fork server imports without the collector."""
+    assert ran(one_arm(plug_in("collected", "import gc; assert gc.isenabled()"))).failed == 0
+
+
 def test_a_rule_that_closes_its_output_harms_nobody(lab: Path) -> None:
     assert ran(one_arm(plug_in("closes", "os.closerange(1, 3)"))).failed == 0
 

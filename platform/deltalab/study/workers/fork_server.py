@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
     "from deltalab.study.workers.fork_server import serve; serve({})"
 )
 
@@ -113,6 +113,8 @@ def _close_at_exit() -> None:
 def serve(descriptor: int) -> NoReturn:
     """Runs the server until the driver closes its socket: forks a child per request, and tells how each child ended.
 
+    The garbage collector is off so far: what imports make stays, and to look through it takes a fifth of their time.
+
     Args:
         descriptor: The server's end of the socket.
     """
@@ -120,6 +122,7 @@ def serve(descriptor: int) -> NoReturn:
 
     preload()
     gc.freeze()  # The garbage collector would copy the pages that all children share.
+    gc.enable()
     control = socket.socket(fileno=descriptor)
     ended, wake = os.pipe()
     os.set_blocking(ended, False)
