@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 
 from deltalab.data.token_shards import Packed
-from deltalab.errors import InputError
+from deltalab.errors import InputError, NotInstalled
 from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.harness import HarnessOptions, asked_length, find_tasks, harness
 from deltalab.evaluation.items import Items, item_id, of_items
@@ -110,6 +111,8 @@ def require(
         evaluating.require(folder, ours, options.data, options.length, None)
         if suite.asked_by == "harness":
             find_tasks([task.name for task in tasks], None)
+            if missing := [name for name in suite.packages if find_spec(name) is None]:
+                raise NotInstalled(f"suite {suite.name}: needs {', '.join(missing)}", "'deltalab[eval]'")
         if suite.asked_by != "deltalab" and not folder.has_tokenizer:
             raise InputError(f"{folder.named}: has no tokenizer: {NO_TOKENIZER}")
         for task in tasks:

@@ -45,6 +45,7 @@ class Suite:
         examples: The examples of each task and length; None means all there are.
         few_shot: The solved examples before each question; None for the task's own number.
         twice: Whether the text is read twice.
+        packages: Packages that its metrics import, beside those of the harness.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Suite:
     examples: int | None = None
     few_shot: int | None = None
     twice: bool = False
+    packages: tuple[str, ...] = ()
 
 
 def suite_names() -> list[str]:
@@ -75,7 +77,8 @@ def load_suite(name: str) -> Suite:
     file = FOLDER / f"{name}.yaml"
     content = read_yaml(read_text(file), where=str(file))
     tasks = tuple(_task(task, dict(about)) for task, about in content.pop("tasks").items())
-    return Suite(name, tasks=tasks, lengths=tuple(content.pop("lengths", ())), **content)
+    lengths, packages = (tuple(content.pop(key, ())) for key in ("lengths", "packages"))
+    return Suite(name, tasks=tasks, lengths=lengths, packages=packages, **content)
 
 
 def chosen(names: Iterable[str]) -> list[tuple[Suite, tuple[SuiteTask, ...]]]:
