@@ -1,6 +1,7 @@
 """A recorded ledger is taken on: the same trials have the same keys, and none runs again."""
 
 import json
+import re
 import sqlite3
 from hashlib import sha256
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.folders import STUDIES
+from typer.testing import CliRunner
 
+from deltalab.cli.app import app
 from deltalab.store import Store
 from deltalab.study.forecast.power import spreads
+from deltalab.study.planning.known_trials import known_trials
 from deltalab.study.planning.make import make_plan
 from deltalab.study.reports.report import report
 from deltalab.study.running import run
@@ -92,6 +96,41 @@ def test_a_study_without_tuning_takes_a_released_ledgers_trials_on(
         monkeypatch.setattr(Worker, "execute", refuse)
         result = run.run_study_file(file, db=ledger, executor="inline")
         assert (result.trials, result.known, result.failed) == (4, 4, 0)
+
+
+def test_a_plan_says_which_trials_of_a_released_ledger_it_does_not_know_and_why(ledger: Path) -> None:
+    file = RELEASED / "study.yaml"
+    with Store.open(ledger) as store:
+
+        def told(*words: str) -> str | None:
+            return known_trials(make_plan(load_study(file, overrides=words)), store)
+
+        beside = "Beside study 1, 'released', of deltalab 0.1.0,"
+        assert told() == f"The ledger knows 0 of the first 16 trials. {beside} 16 differ in the tuned train.lr."
+        lr = next(row.values["train.lr"] for row in store.trials(1) if row.stage == "confirm")
+        assert told("tune=", f"base.train.lr={lr}", "seeds=3", "arms.new.rule=gla", "base.train.steps=5") == (
+            f"The ledger knows 0 of the first 10 trials. {beside} 8 differ in seeds and train.steps; "
+            "2 are of an arm or a task that has no trial there."
+        )
+        assert told("name=other") is None, "of another study the ledger has nothing to say"
+        known = told("tune=", f"base.train.lr={lr}")
+        assert known is not None
+        assert re.match(
+            rf"The ledger knows [1-8] of the first 8 trials(\.$|\. {beside} [1-7] differ in train.lr\.$)", known
+        )
+
+
+def test_commands_say_why_a_released_study_trains_anew(
+    ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = CliRunner()
+    planned = runner.invoke(app, ["study", "plan", str(RELEASED / "study.yaml"), "--db", str(ledger), "--json"])
+    line = "The ledger knows 0 of the first 16 trials. Beside study 1, 'released', of deltalab 0.1.0, "
+    assert any(note.startswith(line) for note in json.loads(planned.stdout)["notes"]), planned.output
+    monkeypatch.setattr(Worker, "execute", refuse)
+    with pytest.raises(AssertionError, match="run again"):
+        run.run_study_file(RELEASED / "study.yaml", db=ledger, executor="inline", unchecked=True)
+    assert f"study 'released': {line}" in caplog.text
 
 
 def refuse(*_: Any, **__: Any) -> Any:

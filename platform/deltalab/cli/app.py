@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,6 +180,7 @@ def study_plan(
     from deltalab.study.forecast.power import Spread, nearest_spreads, shipped, spreads
     from deltalab.study.planning import warm_starts
     from deltalab.study.planning.further_looks import as_further_look
+    from deltalab.study.planning.known_trials import known_trials
     from deltalab.study.planning.make import plan_study
 
     if sd is not None and not math.isfinite(sd):
@@ -192,6 +193,8 @@ def study_plan(
         with Store.open(db, create=False) as store:
             plan = as_further_look(plan, store)
             known_spreads = spreads(store, plan.tasks)
+            if known_line := known_trials(plan, store):
+                plan = replace(plan, notes=(*plan.notes, known_line))
     if sd is not None:
         known_spreads = [Spread(name, task.metric, sd, "given by --sd") for name, task in plan.tasks.items()]
     else:

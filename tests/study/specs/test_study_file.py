@@ -157,7 +157,7 @@ TYPES = [
     ({"retries": -1}, "retries must be greater than or equal to 0"),
     ({"retries": 1001}, "retries must be less than or equal to 1000"),
     ({"retries": "often"}, "retries must be a whole number, not 'often'"),
-    ({"retry": 2}, "unknown key 'retry'; did you mean retries?"),
+    ({"retry": 2}, "unknown key 'retry'; did you mean 'retries'?"),
     ({"profiles": ["gpu"]}, "profiles: must be a mapping"),
     ({"profiles": {"gpu": 3}}, "profiles: must be a mapping"),
 ]

@@ -28,6 +28,7 @@ from deltalab.store.models import StudyState
 from deltalab.store.studies.shelf import keep_best
 from deltalab.study.planning import warm_starts
 from deltalab.study.planning.further_looks import as_further_look
+from deltalab.study.planning.known_trials import known_trials
 from deltalab.study.planning.make import plan_study
 from deltalab.study.planning.plan import Plan
 from deltalab.study.reports.best_arm import find_best_arm
@@ -224,6 +225,9 @@ def run_study(plan: Plan, settings: RunSettings) -> StudyResult:
             plan, planned = as_further_look(plan, store), plan
             for note in plan.notes[len(planned.notes) :]:
                 _log.warning(f"study '{plan.spec.name}': {note}")
+            recorded = {study.identity for study in store.studies() if study.name == plan.spec.name}
+            if recorded and plan.identity not in recorded and (line := known_trials(plan, store)):
+                _log.warning(f"study '{plan.spec.name}': {line}")
             runs = storage or store.folder / "runs"
             while True:
                 if settings.join:
