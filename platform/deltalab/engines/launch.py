@@ -17,6 +17,7 @@ from deltalab.engines.deltalab_train.lock import FILE as LOCK
 from deltalab.engines.outcome import Transient, raise_from_log
 from deltalab.engines.preparation import Launch
 from deltalab.engines.progress_line import Progress
+from deltalab.engines.resumed_pickles import require_harmless
 from deltalab.engines.stopping import end, signals_raise
 from deltalab.engines.torchtitan import PACKAGE, package
 from deltalab.export.recipe import RECIPE_FILE
@@ -47,6 +48,7 @@ def start(
 
     Raises:
         Transient: If another process trains the run, or if the disk is full.
+        InputError: If the newest checkpoint asks for code, and the run's folder is not trusted.
         KeyboardInterrupt: The process got SIGINT, in the main thread. All processes of the engine have ended.
         SystemExit: The same for SIGTERM, with code 143, and SIGHUP, with code 129.
     """
@@ -63,6 +65,8 @@ def start(
         record(run)
         if _is_trained(launch):
             return 0  # starting the engine would take minutes
+        for newest in complete[-1:]:
+            require_harmless(newest)
         say(launch.text())
         try:
             status = _follow(launch, say, record, stepped)
