@@ -60,7 +60,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
                 value = 0.5 + better if kind.maximize else 2 - better
                 metrics = [(split, kind.metric, 4, value) for split in ("validation", "test")]
                 runs.append(RunRecord(seed, "done", None, metrics, []))
-            records.append(_record(job, time.time(), 1, runs=runs))
+            records.append(_record(job, time.monotonic(), 1, runs=runs))
         return records
 
     monkeypatch.setattr("deltalab.study.workers.worker.Worker.execute", execute)

@@ -198,7 +198,7 @@ def computed(job: Job, score: float | None = None) -> TrialRecord:
         ("cost", "state_size"): float(model.d_model),
     }
     metrics = [(*name, train.steps, value) for name, value in figures.items()]
-    return _record(job, time.time(), 1, runs=[RunRecord(seed, "done", None, metrics, []) for seed in job.seeds])
+    return _record(job, time.monotonic(), 1, runs=[RunRecord(seed, "done", None, metrics, []) for seed in job.seeds])
 
 
 def executed(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:

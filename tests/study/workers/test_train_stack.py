@@ -1,5 +1,6 @@
 """Trials that train as one: which go together, and that nobody can tell from the study's results."""
 
+import itertools
 import json
 import random
 import sqlite3
@@ -402,6 +403,18 @@ def test_losses_at_one_step_are_the_rule_s_if_no_other_loss_lies_between(lab: Pa
     (failed,) = [row for row in store.trials(one.study_id) if row.state == "failed"]
     assert failed.key == first.key
     assert failed.error == "killed, 4 times in a row, so that the rule or the task is at fault"
+
+
+def test_a_clock_that_jumps_changes_no_time_of_a_trial(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ten years back at each look, and by as much forth."""
+    plan = planned(lab, arms={}, tune=None)
+    job = plan.job(plan.arms[0], "confirm", 0, {})
+    for years in (-10, 10):
+        day = itertools.count(1.7e9, years * 365 * 86400.0)
+        monkeypatch.setattr(trials.time, "time", lambda day=day: next(day))
+        (one,) = execute([job], lab / f"runs{years}")
+        assert 0 < one.seconds < 600
+        assert 0 <= one.finished_at - one.started_at < 600
 
 
 def test_who_is_lost_by_its_own_fault_fails_alone(lab: Path, store: Store) -> None:

@@ -54,11 +54,11 @@ def execute(
     Raises:
         Lost: Weights or checkpoints cannot be read or written, or an engine was killed.
     """
-    started = time.time()
+    began = time.monotonic()
     try:
         results = _train(stack, runs, threads, watch, on, beat)
         beat("saving weights")
-        return [_finished(job, started, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
+        return [_finished(job, began, len(stack), result, runs) for job, result in zip(stack, results, strict=True)]
     except Lost:
         raise
     except (Exception, SystemExit) as error:
@@ -67,7 +67,7 @@ def execute(
             raise Lost(reason, "infrastructure") from error
         # Alone, each job would need the same memory, and have the same time as it had.
         if len(stack) == 1 or isinstance(error, Deadline | torch.OutOfMemoryError):
-            return [_record(job, started, len(stack), error=_traceback(error)) for job in stack]
+            return [_record(job, began, len(stack), error=_traceback(error)) for job in stack]
     return [record for job in stack for record in execute([job], runs, threads=threads, watch=watch, on=on, beat=beat)]
 
 
@@ -79,12 +79,12 @@ def _traceback(error: BaseException) -> str:
 
 def failed(job: Job, error: str) -> TrialRecord:
     """Makes the record of a trial whose worker died."""
-    return _record(job, time.time(), 1, error=error)
+    return _record(job, time.monotonic(), 1, error=error)
 
 
 def infeasible(job: Job, reason: str) -> TrialRecord:
     """Makes the record of a candidate that makes no model, so that nothing ran."""
-    return replace(_record(job, time.time(), 1, error=reason), state="infeasible", seconds=0.0)
+    return replace(_record(job, time.monotonic(), 1, error=reason), state="infeasible", seconds=0.0)
 
 
 def _train(
@@ -188,14 +188,14 @@ def _load_plugins(job: Job) -> None:
             raise InputError(f"{kind} '{name}' in {plugin.file} is not what the study was planned with")
 
 
-def _finished(job: Job, started: float, sharing: int, result: TrialResult, runs: Path) -> TrialRecord:
+def _finished(job: Job, began: float, sharing: int, result: TrialResult, runs: Path) -> TrialRecord:
     """The record of a trial that has trained, with its weights on disk."""
     try:
-        return _record(job, started, sharing, result=result, runs=_with_weights(job, result, runs))
+        return _record(job, began, sharing, result=result, runs=_with_weights(job, result, runs))
     except Exception as error:
         if is_of_disk(error):
             raise
-        return _record(job, started, sharing, error=traceback.format_exc())
+        return _record(job, began, sharing, error=traceback.format_exc())
 
 
 def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
@@ -216,15 +216,18 @@ def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
 
 def _record(
     job: Job,
-    started: float,
+    began: float,
     sharing: int,
     *,
     result: TrialResult | None = None,
     runs: list[RunRecord] | None = None,
     error: str | None = None,
 ) -> TrialRecord:
-    """Makes the record of a trial that began at `started`. The `sharing` trials of its stack share the time equally."""
-    finished = time.time()
+    """Makes the record of a trial that began at `began`. The `sharing` trials of its stack share the time equally.
+
+    The time of day is read once and `began` is monotonic, so that a clock that jumps changes no duration.
+    """
+    finished, seconds = time.time(), time.monotonic() - began
     rule = job.config["rule"]["name"]
     digest = next(digest for kind, name, _, digest in job.plugins if (kind, name) == ("rule", rule))
     return TrialRecord(
@@ -235,9 +238,9 @@ def _record(
         config=job.config,
         state="done" if error is None else "failed",
         error=error,
-        started_at=started,
+        started_at=finished - seconds,
         finished_at=finished,
-        seconds=(finished - started) / sharing,
+        seconds=seconds / sharing,
         parameters=result.parameters if result else None,
         state_size=result.state_size if result else None,
         tokens_per_second=result.tokens_per_second if result else None,
