@@ -1,11 +1,13 @@
 """Shows what ptxas makes of the kernels, without a GPU: registers, spills, shared memory, and operands that it loses.
 
-    python benchmarks/sass.py comba gla --key-dim 128 --value-dim 128 --length 130
+    python benchmarks/sass.py comba gla --key-dim 128 --value-dim 128 --length 130 --arch 86
 
-Runs a rule forward and backward on the CPU, where each launch only compiles its kernel for an H100. Exits with 1 if a
-WGMMA in a loop takes its left operand from registers that the loop does not fill before it and overwrites after it: the
-result is wrong from the second iteration on. ptxas 12.8 and 12.9 do that; `kernels.chunk.held` prevents it. Works with
-Triton 3.6 (ptxas 12.9) and Triton 3.7 (ptxas 13.1).
+Runs a rule forward and backward on the CPU, where each launch only compiles its kernel, for an H100 unless --arch names
+another GPU: 75 (T4), 80 (A100), 86 (RTX 30), 89 (RTX 40, L4), 120 (RTX 50). Where shared memory is short, fewer stages
+are tried, as a launch does. Exits with 1 if a kernel does not compile or does not fit, and if a WGMMA in a loop takes
+its left operand from registers that the loop does not fill before it and overwrites after it: the result is wrong from
+the second iteration on. ptxas 12.8 and 12.9 do that; `kernels.chunk.held` prevents it. Works with Triton 3.6 (ptxas
+12.9) and Triton 3.7 (ptxas 13.1).
 """
 
 import argparse
@@ -31,7 +33,9 @@ from deltalab.kernels.compilations import Launcher
 from deltalab.ops.scan import operands
 from deltalab.ops.triton_kernels import KERNELS
 
-H100 = GPUTarget("cuda", 90, 32)
+SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a program may have, by compute capability (CUDA's programming guide, technical
+specifications)."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -96,11 +100,13 @@ def _written(instruction: str) -> set[int]:
 class Compiler:
     """Stands in for `JITFunction.run`: compiles each kernel that would be launched, once, and prints what it takes."""
 
+    arch: int = 90
     seen: set[str] = dataclasses.field(default_factory=set)
     bad: int = 0
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        backend = make_backend(H100)
+        target = GPUTarget("cuda", self.arch, 32)
+        backend = make_backend(target)
         binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
         bound, specialization, rest = binder(*args, **options)
         parsed, signature, constants, attrs = kernel._pack_args(backend, options, bound, specialization, rest)
@@ -108,7 +114,16 @@ class Compiler:
         if key in self.seen:
             return
         self.seen.add(key)
-        made = triton.compile(ASTSource(kernel, signature, constants, attrs), target=H100, options=parsed.__dict__)
+        try:
+            made = triton.compile(
+                ASTSource(kernel, signature, constants, attrs), target=target, options=parsed.__dict__
+            )
+        except Exception as error:  # whatever a compiler raises
+            self.bad += 1
+            print(
+                f"{kernel.__name__:14} DOES NOT COMPILE: {type(error).__name__}: {str(error).strip():.300}", flush=True
+            )
+            return
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
             file.flush()
@@ -116,15 +131,20 @@ class Compiler:
             usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             command = [TOOLS / "nvdisasm", file.name]
             bad = lost(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        self.bad += len(bad)
+        over = made.metadata.shared > SHARED[self.arch] * 1024
+        again = over and parsed.num_stages > 1
+        self.bad += len(bad) + (over and not again)
         registers, spilled = re.findall(r"REG:(\d+).*?STACK:(\d+)", usage)[0]
         products = made.asm["ptx"].count("wgmma.mma")
         print(
             f"{kernel.__name__:14} {parsed.num_warps} warps, {parsed.num_stages} stages: {registers} registers, "
             f"{spilled} bytes spilled, {made.metadata.shared / 1024:.0f} KiB shared, {products} WGMMA"
-            + (f"; {len(bad)} OF THEM LOSE A LEFT OPERAND" if bad else ""),
+            + (f"; {len(bad)} OF THEM LOSE A LEFT OPERAND" if bad else "")
+            + (f"; MORE THAN {SHARED[self.arch]} KiB" if over else ""),
             flush=True,
         )
+        if again:
+            self.run(kernel, *args, grid=grid, warmup=warmup, **{**options, "num_stages": parsed.num_stages - 1})
 
 
 def main() -> None:
@@ -133,9 +153,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     for name, default in (("length", 130), ("key-dim", 128), ("value-dim", 128), ("heads", 2), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--arch", type=int, choices=SHARED, default=90)
     options = parser.parse_args()
     ptxas.choose()
-    compiler = Compiler()
+    compiler = Compiler(options.arch)
     ridge.available = lambda device: KERNELS  # type: ignore[attr-defined]  # CPU tensors stand for those of a GPU.
     jit.JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)  # type: ignore[method-assign]
     Launcher.__call__ = Launcher._by_triton  # type: ignore[method-assign]  # Its own way asks for a GPU.

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver as nvidia
+from triton.runtime.errors import OutOfResources
 
 from deltalab.kernels import compilations
 from deltalab.kernels.compilations import Launcher, Tile, launch
@@ -152,6 +153,33 @@ def test_a_profilers_hook_sees_every_launch(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         launch(kernel, (1,), given(), {"SIZE": 16})
     assert (len(kernel.by_triton), len(kernel.by_launcher)) == (3, 0)
+
+
+def test_a_gpu_with_less_shared_memory_takes_fewer_stages() -> None:
+    taken = []
+
+    class Narrow(Kernel):
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def run(**arguments: Any) -> Any:
+                taken.append(arguments["num_stages"])
+                if arguments["num_stages"] > fitting:
+                    raise OutOfResources(104 * 1024, 99 * 1024, short)
+                return super(Narrow, self).__getitem__(grid)(**arguments)
+
+            return run
+
+    fitting, short = 1, "shared memory"
+    run = Launcher(Narrow(), {"SIZE": 16}, {"num_warps": 4, "num_stages": 3})
+    run((2,), given())
+    assert taken == [3, 2, 1]
+    run((2,), given(y=torch.zeros(64)))
+    assert taken == [3, 2, 1, 1], "what did not fit is not tried again"
+    fitting = 0
+    with pytest.raises(OutOfResources):
+        Launcher(Narrow(), {"SIZE": 16}, {"num_stages": 2})((2,), given())
+    fitting, short = 1, "threads"
+    with pytest.raises(OutOfResources):
+        Launcher(Narrow(), {"SIZE": 16}, {"num_stages": 2})((2,), given())
 
 
 def test_this_triton_is_one_that_we_know() -> None:

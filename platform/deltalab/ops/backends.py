@@ -19,6 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 OLDEST_TRITON = (3, 4)
 """The first release with the tensor descriptors by which the kernels load their tiles."""
 
+OLDEST_GPU = (8, 0)
+"""The first compute capability whose GPUs multiply matrices in bf16 and tf32, as the kernels do."""
+
 ENTRIES = __name__.removesuffix("backends") + "triton_kernels"
 """The module that imports the kernels. In an exported folder, its copy lies beside the copy of this file."""
 
@@ -237,6 +240,11 @@ def once(function: Callable[[str], T]) -> "functools._lru_cache_wrapper[T]":
     return functools.cache(constant(function))
 
 
+def shown(version: Sequence[int]) -> str:
+    """Writes a version with its dots."""
+    return ".".join(map(str, version))
+
+
 @once
 def lacks_triton(device: str) -> str | None:
     """Returns what the kernels need on this type of device and lack, or None.
@@ -249,10 +257,12 @@ def lacks_triton(device: str) -> str | None:
     except ImportError:
         return "the package triton"
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
-        return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or later, not {triton.__version__}"
+        return f"Triton {shown(OLDEST_TRITON)} or later, not {triton.__version__}"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not interpreted:
         return "a GPU, or TRITON_INTERPRET=1"
+    if not interpreted and torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < OLDEST_GPU:
+        return f"a GPU of compute capability {shown(OLDEST_GPU)} or later, not {shown(found)}"
     entries = importlib.import_module(ENTRIES)
     if not interpreted and (missing := entries.lacks_assembler()):
         return str(missing)

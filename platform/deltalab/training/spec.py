@@ -48,7 +48,8 @@ class TrainSpec:
         z_loss: The weight of the squared logarithm of softmax's denominator, added to each loss that is trained on.
         evaluations: The number of measurements on the validation split, evenly spaced, the last one at the end.
         eval_batches: The batches of `batch_size` sequences in the fixed validation split, and again in the test split.
-        precision: `fp32`, or `bf16` for autocast over fp32 weights. `auto` is bf16 on a GPU and fp32 on a CPU.
+        precision: `fp32`, or `bf16` for autocast over fp32 weights. `auto` is bf16 on a GPU of compute capability 8.0
+            or later, and fp32 on others and on a CPU.
         device: `cpu` or `cuda`. `auto` is a GPU if there is one.
         seconds: The seconds of training steps after which a run ends, unless `steps` ends it before; None for no end.
             The learning rate follows whichever of the two is nearer to its end. It is no `deadline`, which is of the

@@ -16,7 +16,7 @@ from deltalab.models.spec import ModelSpec
 from deltalab.tasks import Task
 from deltalab.tasks.batches import SentBatches, TrainingBatches
 from deltalab.training.beat import Beat, unheard
-from deltalab.training.device import device_type, moment, seconds_between
+from deltalab.training.device import device_type, moment, multiplies_bf16, seconds_between
 from deltalab.training.evaluation import Evaluation, Metric, Sums, costs, means
 from deltalab.training.optimizer import Adam, Layout, Moments
 from deltalab.training.spec import OF_A_ROW, TrainSpec, stackable
@@ -119,7 +119,7 @@ class LockStep:
             )
         self.task, self.spec, self.specs = task, spec, [spec for _, spec in members]
         self.device = torch.device(device_type(spec.device))
-        self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and self.device.type == "cuda")
+        self.bf16 = spec.precision == "bf16" or (spec.precision == "auto" and multiplies_bf16(self.device))
         self.beat = beat
         self.step = 0
         self.seconds = 0.0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError
-from deltalab.ops.backends import lacks_triton
+from deltalab.ops.backends import OLDEST_GPU, lacks_triton
 from deltalab.ops.scan import scan
 from deltalab.registry import get_rule, list_rules, list_tasks
 from deltalab.store import Store
@@ -164,7 +164,12 @@ def _kernels() -> Finding:
     """Tries to run a kernel on the GPU."""
     if not torch.cuda.is_available():
         return Finding("kernels", "absent", "need a GPU; the parallel form in PyTorch runs in their place")
-    if missing := lacks_triton("cuda"):
+    missing = lacks_triton("cuda")
+    if missing and torch.cuda.get_device_capability() < OLDEST_GPU:
+        return Finding(
+            "kernels", "absent", f"need {missing}; the parallel form in PyTorch runs in their place, in fp32"
+        )
+    if missing:
         return Finding("kernels", "broken", f"need {missing}", "pip install --upgrade triton")
     start = time.monotonic()
     try:
