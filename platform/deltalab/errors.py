@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 NEAR = 0.65
@@ -202,3 +203,20 @@ def unknown(what: str, given: object, allowed: Iterable[object], *, where: str =
     nearest = None if near is None else f"{start}{near}"
     problem = f"unknown {what} '{given}'"
     return InputError(problem, where=where, key=given, allowed=names, nearest=nearest, kind="unknown")
+
+
+def missing_file(file: Path, what: str) -> InputError:
+    """Returns an `InputError` about a file that is not there, which suggests the nearest one of its kind beside it.
+
+    Args:
+        file: The path of the user.
+        what: What the file should be, such as "study".
+    """
+    try:
+        beside = sorted(other.name for other in file.parent.iterdir() if other.suffix == file.suffix)
+    except OSError:  # The folder is missing, too.
+        beside = []
+    near = nearest_of(file.name, beside)
+    hint = "" if near is None else f"; did you mean {file.parent / near}?"
+    error = InputError(f"no such {what}{hint}", where=str(file), key=file.name)
+    return error.with_fields(allowed=beside, nearest=near)

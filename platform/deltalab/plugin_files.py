@@ -17,8 +17,7 @@ from types import ModuleType
 
 import torch
 
-from deltalab.errors import InputError
-from deltalab.reading import missing_file
+from deltalab.errors import InputError, missing_file
 
 MODULE = "deltalab_plugin_"
 """The prefix of the name of every module that is imported from a plugin file."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from deltalab.errors import InputError, nearest_of
+from deltalab.errors import InputError
 
 MOST_BYTES = 2**18
 """The most bytes that a YAML file may have. PyYAML reads slowly, letter by letter."""
@@ -64,23 +64,6 @@ def read_text(file: Path, *, most: int = MOST_BYTES) -> str:
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{file}: cannot be read: {reason}") from None
-
-
-def missing_file(file: Path, what: str) -> InputError:
-    """Returns an `InputError` about a file that is not there, which suggests the nearest one of its kind beside it.
-
-    Args:
-        file: The path of the user.
-        what: What the file should be, such as "study".
-    """
-    try:
-        beside = sorted(other.name for other in file.parent.iterdir() if other.suffix == file.suffix)
-    except OSError:  # The folder is missing, too.
-        beside = []
-    near = nearest_of(file.name, beside)
-    hint = "" if near is None else f"; did you mean {file.parent / near}?"
-    error = InputError(f"no such {what}{hint}", where=str(file), key=file.name)
-    return error.with_fields(allowed=beside, nearest=near)
 
 
 def read_yaml(text: str, *, where: str) -> Any:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from deltalab.data.named_corpora import nearest, written_out
-from deltalab.errors import InputError, NotInstalled, nearest_of, one_line
-from deltalab.reading import missing_file
+from deltalab.errors import InputError, NotInstalled, missing_file, nearest_of, one_line
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET = ".parquet"

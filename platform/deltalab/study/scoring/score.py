@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltalab.authoring.quarantine import quarantined
-from deltalab.errors import InputError
-from deltalab.reading import missing_file
+from deltalab.errors import InputError, missing_file
 from deltalab.registry import add_plugin
 from deltalab.statistics.joint_test import ALPHA, Difference, compare
 from deltalab.statistics.pairs import Contrast, Paired

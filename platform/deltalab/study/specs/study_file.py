@@ -18,12 +18,12 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from deltalab.authoring.files import study_folder
-from deltalab.errors import InputError, unknown
+from deltalab.errors import InputError, missing_file, unknown
 from deltalab.export.recipe import no_graphs
 from deltalab.models.hybrids import PRESET, find_hybrid
 from deltalab.models.spec import MIXER
 from deltalab.own_module import as_rule
-from deltalab.reading import missing_file, read_text, read_yaml
+from deltalab.reading import read_text, read_yaml
 from deltalab.statistics.joint_test import Look
 from deltalab.statistics.looks import looks_of, seeds_of_base, trained_in_parts
 from deltalab.study.specs.overrides import Overrides, error_prefix, read_overrides, with_overrides
