@@ -26,6 +26,7 @@ OF_A_RULE = (
     "elementwise",
     "errors",
     "fast_weights",
+    "gate",
     "gates",
     "long_convolution",
     "nonlinear",
