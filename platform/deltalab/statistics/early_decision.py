@@ -139,7 +139,13 @@ def _final_means(mean: float, sd: float, looks: Sequence[Boundaries]) -> tuple[A
 
 
 def _nodes(sizes: Sequence[tuple[float, float]], centre: float, widest: float) -> tuple[Array, Array]:
-    """The nodes and weights of an integral over ranges of the size of a mean, at most `widest` off the centre."""
+    """Returns the nodes and weights of an integral over means whose size is in one of several ranges.
+
+    Args:
+        sizes: The ranges of the absolute mean, (low, high) each.
+        centre: The middle of the means that are integrated over.
+        widest: The greatest distance of a mean from the centre.
+    """
     ranges = [part for low, high in sizes if low < high for part in ((-high, -low), (low, high))]
     ends = [(max(low, centre - widest), min(high, centre + widest)) for low, high in ranges]
     halves = np.array([[(high + low) / 2, (high - low) / 2] for low, high in ends if low < high]).reshape(-1, 2)

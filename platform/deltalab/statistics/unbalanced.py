@@ -93,9 +93,10 @@ class Groups:
 
 @cache
 def relabellings(n: int, b: int) -> NDArray[np.intp]:
-    """Returns orders of n + b runs, [E, n + b], the observed order first.
+    """Returns the numbers of n + b runs in E orders, [E, n + b].
 
-    The first n runs of an order are the arm's. Runs are counted from those that truly are.
+    An order gives its first n runs to the arm and the others to the base. The first order is 0, 1, ..., in which runs 0
+    to n - 1 are those that the arm truly has.
     """
     random = np.random.default_rng(0)
     orders = np.tile(np.arange(n + b), (RELABELLINGS, 1))

@@ -418,7 +418,7 @@ class Equation:
         return self._function(name, args)
 
     def _function(self, name: str, args: Any) -> tuple[str, int]:
-        """Returns a function of arguments as text. exp(g_t) is alpha_t."""
+        """Returns the call of a function as text, such as tanh(x_t). For exp(g_t) it is alpha_t."""
         arguments = [self(argument) for argument in args if isinstance(argument, Symbol)]
         if name == "exp" and arguments == [self.of.get("g")]:
             return arguments[0].replace("g", "alpha", 1), ATOM

@@ -85,7 +85,7 @@ def near(x):
 @triton.jit
 @no_type_check
 def flat(x):
-    """Undoes `near`."""
+    """Returns blocks of 16 rows, as `near` makes them, as one matrix [BT, W]."""
     return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
 
 

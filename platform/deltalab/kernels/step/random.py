@@ -55,7 +55,10 @@ def integers_kernel(
     starts, rows, below, out, by_start, by_part, by_row, below_row, below_column, total, width,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draws one block of one stream. `below` is None, a pointer, or a number if it has no strides."""
+    """Draws one block of one stream: words modulo `below`, or whole words if it is None.
+
+    `below` is a pointer if it has strides, and else a number.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < total
     words = splitmix64(starts, rows, by_start, by_part, by_row, i, mask, width)
