@@ -17,6 +17,7 @@ from deltalab import reading, registry, rule
 from deltalab.errors import InputError
 from deltalab.models import costs
 from deltalab.models import spec as model
+from deltalab.models.parts import limits
 from deltalab.reading import read_json, read_yaml
 from deltalab.study.forecast import notes, step_time
 from deltalab.study.specs import method_settings
@@ -212,7 +213,7 @@ def test_the_table_of_limits_has_every_limit() -> None:
             search_space.MOST_PLACES,
         ),
         *(
-            *model.MOST.values(),
+            *limits.MOST.values(),
             model.MOST_EXPANDED,
             *training.MOST.values(),
             method_settings.MOST_TOKENS,
