@@ -221,7 +221,7 @@ def test_the_table_of_limits_has_every_limit() -> None:
         ),
         *(task.MOST, task.MOST_LENGTH, task.MOST_VOCABULARY),
         *(corpus.MOST_FILES, corpus.MOST_BYTES, costs.MOST_CALLS, ladder_sizes.MOST_SIZES),
-        *(notes.MOST_WRITTEN, step_time.MOST_TIMED_WRITTEN),
+        *(notes.MOST_WRITTEN, notes.MOST_MODELS, step_time.MOST_TIMED_WRITTEN),
     )
     assert [f"{number:,}" for number in numbers if f"{number:,}" not in table] == []
 

@@ -15,7 +15,7 @@ from deltalab.study.forecast.arm_times import naming, step_times
 from deltalab.study.forecast.designs import advice
 from deltalab.study.forecast.engine_costs import beside_steps, engine_notes
 from deltalab.study.forecast.figures import ArmCost, Effect, Estimate
-from deltalab.study.forecast.notes import MOST_TRIED, MOST_WRITTEN, notes_of
+from deltalab.study.forecast.notes import MOST_MODELS, MOST_TRIED, MOST_WRITTEN, notes_of
 from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups, seeds_to_equal
 from deltalab.study.forecast.step_time import Training
 from deltalab.study.planning.plan import Plan
@@ -138,7 +138,8 @@ def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int | None]], list[Trai
             with naming(plan, arm):
                 cost = counter.costs(model, task.length)  # refuses a model that would take long below
                 tried += tried_elements(model)
-                few = tried <= MOST_TRIED and cost.written_per_token / model.depth <= MOST_WRITTEN
+                few = tried <= MOST_TRIED and len(counted) < MOST_MODELS
+                few = few and cost.written_per_token / model.depth <= MOST_WRITTEN
                 dead = dead_parameters(model, task.length) if few else None
                 counted[key] = cost, dead
         cost, _ = counted[key]

@@ -18,6 +18,8 @@ MOST_TRIED = 2**25
 """The parameters of all blocks in which a plan looks for some that do nothing, which takes a second or two."""
 MOST_WRITTEN = 2**22
 """The elements that a block writes for each token, up to which a plan looks for its parameters that do nothing."""
+MOST_MODELS = 64
+"""The different models in which a plan looks for them, which takes 10 ms each on a core of its own."""
 
 
 def notes_of(plan: Plan, arms: list[ArmCost], trainings: list[Training], steps: Sequence[float | None]) -> list[str]:

@@ -101,7 +101,7 @@ def _timeable(training: Training) -> int:
         return 0
     parameters = training.flops_per_token / 2 + model.vocab_size * model.d_model
     # Ranks may be far wider than d_model: a block's parameters over d_model are the numbers that its matrices write.
-    width = max(40 * model.d_model * model.depth, 1.5 * training.flops_per_token / model.d_model)
+    width = max(40 * model.d_model * model.depth, 2 * training.flops_per_token / model.d_model)
     numbers = 4 * parameters + tokens * (width + 3 * model.vocab_size)
     written = max(1.0, tokens * training.written_per_token)
     most = MOST_TIMED_FLOPS / training.flops, MOST_TIMED_BYTES / (4 * numbers), MOST_TIMED_WRITTEN / written
