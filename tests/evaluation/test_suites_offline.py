@@ -50,6 +50,10 @@ ZERO_SHOT: dict[str, dict[str | None, dict[str, Any]]] = {
     "EleutherAI/wikitext_document_level": {"wikitext-2-raw-v1": {"page": " = Mill = \n A mill stands , by it . \n"}},
 }  # fmt: skip
 """Data set -> configuration -> a row."""
+LONGBENCH = {
+    "input": "Which?", "question": "Which?", "context": "Paragraph 1: a mill.", "answers": ["Paragraph 1"],
+    "length": 4, "dataset": "d", "language": "en", "all_classes": ["Paragraph 1", "Paragraph 2"], "_id": "1",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +107,14 @@ def test_packages_that_a_metric_lacks_are_named_before_anything_is_asked(
     with open_model(str(folder)) as model, pytest.raises(NotInstalled, match="suite longbench: needs rouge") as refused:
         measuring.require(model, ["zero_shot/piqa", "longbench/longbench_qasper"], SuiteOptions())
     assert refused.value.mend == "pip install 'deltalab[eval]'"
+
+
+@pytest.mark.slow
+def test_longbench_asks_all_its_tasks_from_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in load_suite("longbench").packages:
+        pytest.importorskip(name)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    names = [task.name.removeprefix("longbench_") for task in load_suite("longbench").tasks]
+    dataset(tmp_path / "Xnhyacinth/LongBench", dict.fromkeys(names, LONGBENCH))
+    values = ask("longbench", folder, tmp_path)
+    assert {task for task, _ in values} == {"longbench", *(f"longbench_{name}" for name in names)}
