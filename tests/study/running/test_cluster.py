@@ -3,16 +3,21 @@
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import psutil
 import pytest
+import yaml
 
 from deltalab.cli.app import main
 from deltalab.errors import InputError
@@ -444,3 +449,55 @@ def test_weights_on_s3(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert _weights(first)
     finally:
         moto.stop()
+
+
+# Who can reach a local Ray.
+
+ASKS = """
+import sys, ray
+from ray._raylet import GcsClient
+print(len(GcsClient(address=f"127.0.0.1:{sys.argv[1]}").get_all_node_info(timeout=20)))
+"""
+
+
+@pytest.mark.slow
+def test_a_local_ray_answers_who_has_its_token_alone() -> None:
+    with ray_driver.ray_folder() as folder, ray_driver._started(None, folder) as ray:
+        of_ray = psutil.Process(ray._process.pid)
+        opened = [
+            (one.name(), port)
+            for one in of_ray.children(recursive=True)
+            if one.name() in ("gcs_server", "raylet")
+            for port in one.net_connections(kind="inet")
+        ]
+        assert all(ip_address(port.laddr.ip.removeprefix("::ffff:")).is_loopback for _, port in opened)
+        (port,) = {one.laddr.port for name, one in opened if (name, one.status) == ("gcs_server", psutil.CONN_LISTEN)}
+        token = of_ray.environ()["RAY_AUTH_TOKEN"]
+        for given, answers in ((token, True), ("0" * len(token), False)):
+            environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": given}
+            command = [sys.executable, "-c", ASKS, str(port)]
+            asked = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert (asked.returncode == 0 and asked.stdout.strip() == "1") == answers, asked.stderr
+            assert answers or "nvalid" in asked.stderr, asked.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_of_ray_that_is_stopped_is_ended_and_its_stack_runs_again(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped: list[int] = []
+
+    def stop(bars: ProgressBars, stack: Sequence[Job], step: int, device: str | None = None) -> None:
+        if not stopped:
+            workers = [one for one in psutil.Process().children(recursive=True) if one.name().startswith("ray::Place")]
+            stopped.extend(one.pid for one in workers)
+            for one in workers:
+                one.suspend()
+
+    monkeypatch.setattr(ProgressBars, "advanced", stop)
+    file = lab / "s.yaml"
+    train = {**STUDY["base"]["train"], "steps": 800}
+    file.write_text(yaml.safe_dump({**STUDY, "arms": {}, "base": {**STUDY["base"], "train": train}}))
+    result = run_study_file(file, db=lab / "lab.db", workers=1)
+    assert (result.state, result.trials, len(stopped)) == ("done", 1, 1)
+    assert "runs again in 1 s" in caplog.text

@@ -8,6 +8,7 @@ closes the pipe or has died. Tune restores nothing: the ledger is the only memor
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -35,6 +36,9 @@ REPORTS = 2.0
 
 LOOKS = 1.0
 """Seconds between two results of a place. A result tells the step that the place's stack has reached."""
+
+STILL = 60.0
+"""Seconds without a result of a place after which its process is ended, if the process is stopped, as by SIGSTOP."""
 
 ENDS = 10.0
 """Seconds that Ray has to shut down, after which this process ends anyway."""
@@ -90,6 +94,7 @@ class Place(tune.Trainable):
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
         runs = study["runs"] if "://" in study["runs"] else Path(study["runs"])
         self._worker = make_worker(runs, threads=study["threads"], memory=memory)
+        self._here = {"node": ray.get_runtime_context().get_node_id(), "process": os.getpid()}
         self._mailbox, self._begun, self._runs = mailbox, False, False
         self._step, self._ended = 0, threading.Event()
 
@@ -97,7 +102,7 @@ class Place(tune.Trainable):
         """Takes a stack if the place has none. Reports after `LOOKS` seconds, or once the stack has ended."""
         if not self._begun:  # The first result reports at once that the place has begun.
             self._begun = True
-            return IDLE
+            return IDLE | self._here
         if not self._runs:
             stack = ray.get(self._mailbox.take.remote(self.trial_id))
             if stack is None:
@@ -151,6 +156,8 @@ class Pipe(Searcher):
         self._place: dict[str, int] = {}
         self._trial: dict[int, str] = {}
         self._busy: set[int] = set()
+        self._process: dict[int, tuple[str, int]] = {}
+        self._silent: dict[int, int] = {}
 
     def send(self, place: int, stack: str) -> None:
         """Gives a place its next stack."""
@@ -173,6 +180,9 @@ class Pipe(Searcher):
         """Tells the driver that a place is free, at which step its stack is, or what became of the stack."""
         place = self._place[trial_id]
         with self._lock:
+            self._silent[place] = 0
+            if "node" in result:
+                self._process[place] = result["node"], result["process"]
             if "result" in result:
                 self._busy.discard(place)
                 _say(place=place, **json.loads(result["result"]))
@@ -182,6 +192,22 @@ class Pipe(Searcher):
                 _say(free=place)
             elif result["step"] >= 0:
                 _say(place=place, step=result["step"], device=result["device"])
+
+    def end_stopped(self) -> None:
+        """Ends the processes of places that are stopped, so that Tune loses them. Is called every `REPORTS` seconds.
+
+        Calls are counted, and not seconds, in which this process may have stood still, too. A place tells of itself
+        every `LOOKS` seconds however long a step takes, and one that is late but not stopped is left alone.
+        """
+        with self._lock:
+            for place in self._trial:
+                self._silent[place] += 1
+            silent = [place for place in self._trial if self._silent[place] * REPORTS > STILL]
+            self._silent |= dict.fromkeys(silent, 0)  # One look at a process is enough for the next while.
+            processes = [self._process[place] for place in silent]
+        for node, process in processes:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.remote(_end_if_stopped).options(num_cpus=0, scheduling_strategy=there).remote(process)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Tells the driver that Ray lost a place, and the place's stack if it ran one."""
@@ -244,7 +270,7 @@ def main() -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
         pipe = Pipe(study["places"], mailbox)
-        for serve in (lambda: _listen(pipe), _report):
+        for serve in (lambda: _listen(pipe), lambda: _report(pipe)):
             threading.Thread(target=serve, daemon=True).start()
         _tuner(study, pipe, mailbox, first["folder"]).fit()
         _gone(RuntimeError("Ray Tune has ended"))
@@ -303,14 +329,22 @@ def _end() -> NoReturn:
     os._exit(0)
 
 
-def _report() -> None:
-    """Reports the machines of the cluster, in a thread."""
+def _report(pipe: Pipe) -> None:
+    """Reports the machines of the cluster, and ends what is stopped there, in a thread."""
     while True:
         time.sleep(REPORTS)
         try:
             _say(machines=list(_machines().values()))
+            pipe.end_stopped()
         except Exception as error:
             _gone(error)
+
+
+def _end_if_stopped(process: int) -> None:
+    """Ends a process of this machine if it is stopped."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            os.kill(process, signal.SIGKILL)
 
 
 def _machines() -> dict[str, dict[str, float]]:
