@@ -378,6 +378,22 @@ CHECKS = (
         settings=_declared,
         slow=True,
     ),
+    RuleCheck(
+        "large values",
+        wide_checks.large_values,
+        1e-8,
+        "the code clamps numbers, or takes another path, where values are large",
+        settings=_declared,
+        slow=True,
+    ),
+    RuleCheck(
+        "uneven sequences",
+        wide_checks.uneven_sequences,
+        1e-9,
+        "one look at all numbers, such as their mean, decides for each sequence and token",
+        settings=_declared,
+        slow=True,
+    ),
     RuleCheck("other numbers", wide_checks.other_numbers, 0.0, "the code takes the listed numbers alone"),
     RuleCheck("sizes", form_checks.sizes, 0.0, "a shape or a dtype breaks the contract", settings=combinations),
     RuleCheck(

@@ -1,5 +1,6 @@
 """Checks at sizes, lengths and numbers beyond those of the other checks, where code may take another path."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deltalab.authoring.check import Measurement, Note
-from deltalab.authoring.inputs import parts
-from deltalab.authoring.rule_checks.independence_checks import heads, rows_of_the_batch
+from deltalab.authoring.inputs import normal, parts
+from deltalab.authoring.rule_checks.independence_checks import crossed, heads, rows_of_the_batch
 from deltalab.authoring.rule_checks.number_checks import GRADIENTS, differences
 from deltalab.authoring.rule_checks.rule_runs import (
     LENGTH,
@@ -19,6 +20,7 @@ from deltalab.authoring.rule_checks.rule_runs import (
     PREFIX,
     SCALE,
     backends_of,
+    broken,
     error,
     errors,
     grows,
@@ -45,6 +47,8 @@ FAR, LATE = 2048, (1100, 1500)
 """The tokens of a far sequence, and two places in it: the second half begins before the first of them."""
 MANY_ROWS = 33
 """The number of sequences in a large batch. It exceeds the 32 that code may take at a time."""
+LARGE = 1000.0
+"""The factor of large values. Activations of trained models reach hundreds."""
 PACKED = (1, 7, 17, 2)
 """The lengths of packed sequences: a single token, more than a chunk, and a rest."""
 
@@ -72,6 +76,38 @@ def every_length(rule: UpdateRule) -> Iterator[Measurement | Note]:
             break
         got = outputs(rule, x.span(0, length), "chunked", 64)
         yield from errors(got, wanted[length - 1], f"chunked to recurrent at T={length}")
+
+
+def large_values(rule: UpdateRule) -> Iterator[Measurement | Note]:
+    """Measures the chunked form against the recurrent one with values a thousand times as large, and slow decays."""
+    x = slowed(rule, inputs(rule, PREFIX + 70, batch=1))
+    x = started(rule, dataclasses.replace(x, v=LARGE * x.v))
+    want = outputs(rule, x, "recurrent")
+    if any(broken(name, value) for name, value in want.items()):
+        yield Note(f"the rule overflows with values of {LARGE:g}")
+        return
+    got = list(errors(outputs(rule, x, "chunked", 64), want, f"chunked to recurrent with values of {LARGE:g}", 1e-8))
+    # A rule that is not linear in v may be steep here, and enlarge rounding.
+    nearby = x.map(lambda part: part * (1 + 2**-45 * normal(*part.shape, seed=7).sign()))
+    noise = errors(outputs(rule, nearby, "recurrent"), want, "")
+    yield from (m._replace(limit=max(1e-8, 30 * n.figure)) for m, n in zip(got, noise, strict=True))
+
+
+def uneven_sequences(rule: UpdateRule) -> Iterator[Measurement]:
+    """Measures a sequence with slow decays beside one with fast decays and large values, and before such tokens."""
+    usual = inputs(rule, PREFIX + LENGTH)
+    mild, strong = slowed(rule, usual), dataclasses.replace(usual, v=LARGE * usual.v)
+    x = crossed(started(rule, mild), started(rule, strong), 1, dim=0)
+    for backend in backends_of(rule):
+        want = outputs(rule, x, backend)
+        for i, kind in enumerate(("slow decays", "fast decays and large values")):
+            for name, value in outputs(rule, selected(x, [i], 0), backend).items():
+                what = f"change of {name} of a sequence with {kind}, beside one of the other kind, {backend},"
+                yield Measurement(error(want[name][i : i + 1], value), what)
+        t = LENGTH // 2
+        alone, before = (outputs(rule, y, backend)["o"][:, :t] for y in (mild, replaced(mild, strong, t)))
+        what = f"change of outputs with slow decays before token {t}, and others after it, {backend},"
+        yield Measurement(error(before, alone), what)
 
 
 def far_tokens(rule: UpdateRule) -> Iterator[Measurement]:
