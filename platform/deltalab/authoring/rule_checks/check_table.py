@@ -31,11 +31,13 @@ class RuleCheck(Check[UpdateRule]):
         settings: Returns the settings to measure: the rule, and the rule with other options of its knobs.
         only: Returns whether the check applies to a setting.
         slow: Whether a quick run leaves the check out.
+        seconds: The least time before the check tries no further settings.
     """
 
     settings: Callable[[UpdateRule], list[UpdateRule]] = lambda rule: rule.variants()
     only: Callable[[UpdateRule], bool] = lambda rule: True
     slow: bool = False
+    seconds: float = 0.0
 
 
 def _declared(rule: UpdateRule) -> list[UpdateRule]:
@@ -200,6 +202,7 @@ CHECKS = (
         settings=combinations,
         only=lambda rule: rule.brings_kernel,
         slow=True,
+        seconds=2.0,  # Triton's interpreter is slow, and a kernel's paths differ by setting
     ),
     RuleCheck(
         "step",

@@ -87,8 +87,8 @@ def _run(rule: UpdateRule, quick: bool, check: RuleCheck) -> CheckResult | None:
     try:
         settings = [rule] if quick else _turned_around(check.settings(rule), check.name)
         for setting in settings:
-            if tried and time.process_time() - began > MOST_SECONDS:
-                notes[f"tried the first {tried} of {len(settings)} settings, which took {MOST_SECONDS} s"] = None
+            if tried and time.process_time() - began > (most := max(MOST_SECONDS, check.seconds)):
+                notes[f"tried the first {tried} of {len(settings)} settings, which took {most:g} s"] = None
                 break
             tried += 1
             if check.only(setting):
