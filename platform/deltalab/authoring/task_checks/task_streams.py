@@ -28,6 +28,10 @@ FEW = 4
 """The number of examples that are drawn at each of many addresses."""
 SEEDS = (*range(1, 8), 10, 42, 100, 123, 1000, 1234, 10_000, 100_000, 1_000_000)
 NEXT_STEPS = (*range(1, 257), *(round(10 ** (n / 4)) for n in range(10, 25)))
+NEAR = 2
+"""The most tokens in which an example differs from one that it is a near copy of."""
+MOST_COMPARED = 2**26
+"""The most tokens that are compared to find the near copies of a split, with all pairs of examples."""
 ONE_OF = 20.0
 """A number of nats. A thousand examples drawn from e^20 have an equal pair in one case of a thousand."""
 
@@ -245,6 +249,40 @@ def splits(task: Task) -> Iterator[Measurement]:
         for a, b in itertools.combinations(SPLITS, 2):
             shared = len(seen[a] & seen[b]) / len(seen[b])
             yield Measurement(shared, f"share of {what} of {b} that are also in {a}")
+
+
+def near_copies(task: Task) -> Iterator[Measurement]:
+    """Measures the share of an evaluation's examples that differ from a training example in one or two tokens.
+
+    The share that training itself has at other steps and at another seed is taken off: short examples are alike by
+    chance.
+    """
+    count = min(STEPS, max(1, math.isqrt(MOST_COMPARED // task.length) // SIZE))
+    trained = [task.batch("train", SIZE, 0, step) for step in range(count)]
+    known = torch.cat([batch.inputs for batch in trained])
+    more = [[task.batch("train", SIZE, seed, step + STEPS) for step in range(count)] for seed in (0, 1)]
+    chance = max(_near_share(drawn_batches, known) for drawn_batches in more)
+    for split in SPLITS[1:]:
+        for member in drawn(task, split):
+            if member.length == task.length:
+                share = _near_share([member.batch(split, SIZE, 0, step) for step in range(count)], known)
+                what = f"share of examples of {split} that differ from one of training in 1 or {NEAR} tokens"
+                yield Measurement(max(0.0, share - chance), f"{what}, beyond the {chance:.3g} of training itself,")
+
+
+def _near_share(batches: list[Batch], known: Tensor) -> float:
+    """Returns the share of examples that differ from a row of `known` [N, T] in 1 to `NEAR` of the tokens that count.
+
+    Tokens after the last scored position change no answer.
+    """
+    near = []
+    for batch in batches:
+        counts = torch.arange(known.shape[1]) <= last_scored(batch)[:, None]
+        apart = torch.stack(
+            [((row != known) & counted).sum(1) for row, counted in zip(batch.inputs, counts, strict=True)]
+        )
+        near.append(((apart >= 1) & (apart <= NEAR)).any(1))
+    return float(torch.cat(near).double().mean())
 
 
 def vocabulary(task: Task) -> Iterator[Measurement]:

@@ -226,6 +226,12 @@ CHECKS: tuple[Check[Task], ...] = (
     Check(
         "splits", task_streams.splits, 0.01, "`draw` treats all splits alike, or there are too few different examples"
     ),
+    Check(
+        "near copies",
+        task_streams.near_copies,
+        0.01,
+        "`draw` makes the example from one of training by changing a few tokens: draw each anew",
+    ),
     Check("vocabulary", task_streams.vocabulary, 0.05, "`draw` uses tokens in one split that it does not in training"),
     Check("alike", task_answers.alike, 0.25, ""),
     Check("metrics", task_answers.metrics, 0.0, "`measure` does not return a pair (total, count) for each metric"),
