@@ -79,7 +79,10 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     "mean_of_means": (["sums"], "`measure` returns a mean instead of a total"),
     "mixed_rows": (["sums"], "relative difference of the total of 'accuracy'"),
     "narrow_bounds": (["metrics"], "mismatch between `bounds` (0.5, 1.0) and the `metric` of a guess"),
-    "near_copies": (["near copies"], "validation that differ from one of training in 1 or 2 tokens"),
+    "near_copies": (
+        ["near copies"],
+        "that differ from one of training in 1 or 2 tokens, beyond the 0 of training itself",
+    ),
     "new_tokens_in_test": (["vocabulary"], "share of answers of test that training does not have is 0.5"),
     "next_token": (["perfect"], "difference of 'accuracy' for the right answers, 0, from 1 is 1"),
     "no_loss": (["metrics", "loss"], "missing metrics, ['loss']"),
