@@ -4,7 +4,7 @@ BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test quick test-all chaos browser check resolve smoke release docs site picture clean
+.PHONY: study test quick test-all chaos browser check resolve smoke release container docs site picture clean
 
 study: .venv/installed
 	$(BIN)/deltalab study run $(STUDY)
@@ -48,6 +48,10 @@ smoke: .venv/installed-dev
 # The wheel and the sdist of a release in dist/, tried in an empty environment. .github/workflows/publish.yml puts them on PyPI.
 release: .venv/installed-dev
 	.ci/pythons release
+
+# The lines of the Dockerfile, in an empty environment: BUILD="TORCH_INDEX=https://download.pytorch.org/whl/cpu" gives arguments.
+container:
+	$(PYTHON) .ci/container $(BUILD)
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
