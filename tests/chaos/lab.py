@@ -260,11 +260,11 @@ def _apart(right: Any, found: Any, at: str = "report") -> list[str]:
     return [] if right == found else [f"{at}: {right!r} became {found!r}"]
 
 
-def undisturbed() -> Right:
-    with lab(None, "--executor", "inline") as one:
+def undisturbed(patience: float = 300, **study: Any) -> Right:
+    with lab(None, "--executor", "inline", **study) as one:
         began = time.monotonic()
         process = one.start()
-        assert process.wait(timeout=300) == 0, one.log()
+        assert process.wait(timeout=patience) == 0, one.log()
         seconds = time.monotonic() - began
         one.check_files()
         return Right(one.answer(), one.report(), seconds)
