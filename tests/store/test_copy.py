@@ -16,7 +16,7 @@ from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, ArtifactRecord, RuleRecord, RunRecord, Store, TrialRecord, copy, trainings
 from deltalab.store.models import Base
-from deltalab.store.studies import proposals
+from deltalab.store.studies import proposals, saved_views
 from deltalab.store.studies.importances import keep_shares
 
 BIG = 2**40
@@ -57,6 +57,7 @@ def full(tmp_path: Path) -> Path:
         store.finish_study(first, "done")
         keep_shares(store, first, "accuracy@mqar", "hash", [{"path": "train.lr", "share": 1 / 3}])
         proposals.answer(store, proposals.propose(store, "loop", "comba", "é"), {"combined_score": 0.1 + 0.2})
+        saved_views.save(store, "the base", "curves", {"arms": ["base", "ö"]}, second)
         run = tmp_path / "run"
         run.mkdir()
         about = {"id": "r1", "rule": "comba", "started": 1e9, "recipe": {"batch": {"sequences": 2, "length": 8}}}

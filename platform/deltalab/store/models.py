@@ -184,6 +184,25 @@ class Proposal(Base):
     answer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
+class SavedView(Base):
+    """A view of the dashboard that a reader saved.
+
+    Attributes:
+        page: The name of the page.
+        study_id: The study that the page shows; None if it shows none.
+        parameters: The parameters of the page's address, without the study: name -> values.
+    """
+
+    __tablename__ = "saved_view"
+
+    id: Mapped[Id]
+    name: Mapped[str] = mapped_column(unique=True)
+    page: Mapped[str]
+    study_id: Mapped[int | None] = mapped_column(ForeignKey("study.id", ondelete="CASCADE"))
+    parameters: Mapped[dict[str, Any]]
+    saved_at: Mapped[datetime]
+
+
 class RuleVersion(Base):
     """The source of a rule as it ran."""
 
