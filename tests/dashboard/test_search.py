@@ -194,7 +194,7 @@ def test_candidates_of_one_kind_are_drawn() -> None:
     }
 
 
-def test_parallel_coordinates_show_a_knob_that_does_not_exist_below_the_axes() -> None:
+def test_parallel_coordinates_show_a_knob_that_does_not_exist_beside_the_axes() -> None:
     drawn, frame, left_out = by_all_settings(TABLE, {"found_1"}, "accuracy@mqar")
     at = {(each["candidate"], each["setting"]): each for each in frame.to_dict("records")}
     assert at["found_1", "rule.start"]["value"] == "fast"
@@ -202,7 +202,7 @@ def test_parallel_coordinates_show_a_knob_that_does_not_exist_below_the_axes() -
     assert at["base", "rule.start"]["at"] < 0 <= at["base", "rule.decay"]["at"]
     assert at["base", "train.lr"]["at"] == 0
     assert at["found_1", "train.lr"]["at"] == 1
-    assert (at["found_1", "accuracy"]["at"], at["found_1", "flops_per_token"]["at"]) == (1, 0), "up is better"
+    assert (at["found_1", "accuracy"]["at"], at["found_1", "flops_per_token"]["at"]) == (1, 0), "right is better"
     assert {each["kind"] for each in frame.to_dict("records")} == {"finalist", "other"}
     assert left_out == 0
     assert "absent" in {tick["value"] for tick in datasets(drawn)[-1]}

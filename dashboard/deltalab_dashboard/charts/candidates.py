@@ -38,8 +38,10 @@ If there are more candidates, the worst of those that are not highlighted are le
 """
 BINS = 8
 """The number of parts of a setting's range. The scores within a part are averaged."""
-ABSENT = -0.16
-"""The height at which a line passes the axis of a setting that the candidate does not have. It is below the axis."""
+ABSENT = -0.12
+"""The place at which a line passes the axis of a setting that the candidate does not have. It is left of the axis."""
+AXIS_PIXELS = 40
+"""The distance of two axes of parallel coordinates."""
 
 
 WIDTH, HEIGHT = 900, 350
@@ -301,7 +303,8 @@ def _scale(values: pd.Series, objective: str) -> alt.Scale:
 def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) -> tuple[Chart, pd.DataFrame, int]:
     """Draws parallel coordinates: an axis for each setting and objective, and a line for each candidate.
 
-    Scores are those at the lowest fidelity, which all candidates have. On the axes of objectives, up is better.
+    The axes lie below one another, so that each has room for its name. Scores are those at the lowest fidelity, which
+    all candidates have. On the axes of objectives, right is better.
 
     Args:
         table: The candidates.
@@ -325,13 +328,14 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
         of_scores = axis([row["first", name] for row in rows], None)
         axes.append((table.labels[name], ("first", name), of_scores, not maximize))
     places, ticks = [], []
-    for title, key, along, turned in axes:
+    for place, (title, key, along, turned) in enumerate(axes):
         for row in rows:
             value = row[key]
             at = ABSENT if value is None else along.share(value)
             places.append(
                 {
                     "setting": title,
+                    "place": place,
                     "candidate": row["name"],
                     "what it is": row["what"],
                     "settings": row["settings"],
@@ -340,16 +344,20 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
                     "value": "does not exist" if value is None else along.text(value),
                 }
             )
-        ticks += [{"setting": title, "at": 1 - at if turned else at, "value": text} for at, text in along.ticks()]
+        count = len(along.ticks())
+        ticks += [
+            {"setting": title, "at": 1 - at if turned else at, "value": text, "count": count}
+            for at, text in along.ticks()
+        ]
         if any(row[key] is None for row in rows):
-            ticks.append({"setting": title, "at": ABSENT, "value": "absent"})
+            ticks.append({"setting": title, "at": ABSENT, "value": "absent", "count": 10})
     frame = pd.DataFrame(places)
-    x = alt.X(
-        "setting:N", sort=[title for title, *_ in axes], title=None, scale=alt.Scale(type="point", padding=0.3),
-        axis=alt.Axis(orient="top", labelAngle=0, labelLimit=0, labelFontWeight="bold", domain=False, ticks=False,
-                      grid=True, labelExpr="split(replace(replace(datum.label, '.', '.\\n'), '@', '\\n@'), '\\n')"),
+    x = alt.X("at:Q", axis=None, scale=alt.Scale(domain=[ABSENT - 0.05, 1.05], nice=False))
+    y = alt.Y(
+        "setting:N", sort=[title for title, *_ in axes], title=None, scale=alt.Scale(type="point", padding=0.6),
+        axis=alt.Axis(labelLimit=0, labelPadding=10, labelFontWeight="bold", domain=False, ticks=False, grid=True),
     )  # fmt: skip
-    y = alt.Y("at:Q", axis=None, scale=alt.Scale(domain=[ABSENT - 0.06, 1.06], nice=False))
+    order_of_axes = alt.Order("place:Q")
     picked = alt.selection_point(name="picked", fields=["candidate"], on="click", empty=False)
     tooltip = ["candidate:N", "what it is:N", "setting:N", "value:N", "settings:N"]
     layers: list[Any] = []
@@ -359,13 +367,13 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
     layers.append(
         alt.Chart(others)
         .mark_line(color=OTHERS, strokeWidth=1, opacity=0.45)
-        .encode(x=x, y=y, detail="candidate:N", tooltip=tooltip)
+        .encode(x=x, y=y, order=order_of_axes, detail="candidate:N", tooltip=tooltip)
     )
     layers.append(
         alt.Chart(bright)
         .mark_line()
         .encode(
-            x=x, y=y, detail="candidate:N", tooltip=tooltip,
+            x=x, y=y, order=order_of_axes, detail="candidate:N", tooltip=tooltip,
             color=alt.Color("kind:N", scale=scale, legend=legend("bottom")),
             strokeDash=alt.StrokeDash(
                 "kind:N", legend=None,
@@ -376,7 +384,6 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
         )
         .add_params(picked)
     )  # fmt: skip
-    limit = max(50, 1000 // len(axes) - 10)  # The space between two axes is about this wide.
     marks = alt.Scale(domain=present, range=[KINDS[kind][1] for kind in present])
     layers.append(
         alt.Chart(bright)
@@ -389,10 +396,11 @@ def by_all_settings(table: CandidateTable, highlighted: set[str], order: str) ->
     )  # fmt: skip
     layers.append(
         alt.Chart(pd.DataFrame(ticks))
-        .mark_text(align="left", dx=7, dy=-7, fontSize=11, fontWeight="bold", color=UNDECIDED, limit=limit)
+        .mark_text(dy=-11, fontSize=11, color=UNDECIDED, limit={"expr": "0.8 * width / datum.count - 6"})
         .encode(x=x, y=y, text="value:N")
     )
-    return alt.layer(*layers).properties(height=380), frame, len(ranked) - len(rows)
+    drawn = alt.layer(*layers).properties(height=AXIS_PIXELS * len(axes))
+    return drawn, frame.drop(columns="place"), len(ranked) - len(rows)
 
 
 def by_setting(table: CandidateTable, path: str, objective: str) -> tuple[Chart, pd.DataFrame] | None:

@@ -134,8 +134,8 @@ def by_settings(table: CandidateTable, search: "Discovery") -> None:
         figure, "settings", rows=data, description="A line for each candidate across all of its settings and scores"
     )
     st.caption(
-        f"{scores}A line is a candidate; up is better on the objectives. A click on a line lifts it out. Absent: the "
-        "candidate has no such setting, since the setting depends on another one."
+        f"{scores}A line is a candidate; right is better on the objectives. A click on a line lifts it out. "
+        "Absent: the candidate has no such setting, since the setting depends on another one."
         + (f" {left_out} candidates with worse scores are left out." if left_out else "")
     )
     paths = by_importance(table, search)
