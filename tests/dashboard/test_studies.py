@@ -1,7 +1,7 @@
 """The list of studies, two studies side by side, and what an address asks for that a page does not have."""
 
 import pytest
-from tests.support.ledgers import BOUNDED, begin, cells, open_page, record, texts
+from tests.support.ledgers import BASE, BOUNDED, begin, cells, charts, open_page, record, texts
 
 from deltalab.store import Store
 from deltalab.store.studies import shelf
@@ -43,6 +43,25 @@ def test_two_studies_stand_side_by_side(store: Store, ablation: int) -> None:
     for text in ("What they compute", "All settings of what both have are the same", "Verdicts", "Curves"):
         assert text in said
     assert not open_page("compare.py", study="1 ablation", what="arms", right="1 ablation").exception
+
+
+def test_three_studies_have_their_verdicts_and_curves_side_by_side(store: Store) -> None:
+    for name, low in (("one", 0.0), ("two", 0.1), ("three", 0.2)):
+        study = begin(store, name, changes={"base": {}, "other": {"x": [0, 1]}})
+        record(store, study, "base", "mqar", [value - low for value in BASE])
+        record(store, study, "other", "mqar", [value - low - 0.1 for value in BASE])
+        store.finish_study(study, "done")
+    query = {"study": "1 one", "left": "1 one", "right": "2 two", "further": "3 three", "task": "mqar"}
+    app = open_page("compare.py", **query)
+    table = cells(next(table.value for table in app.table if "arm" in table.value))
+    assert [name for name in table if name.startswith("verdict")] == [f"verdict, id {i}" for i in (1, 2, 3)]
+    assert table["accuracy, id 3"][0].startswith("0.721")
+    [chart] = charts(app)
+    [lines] = chart["layer"]  # Bands are drawn on demand.
+    domain = lines["encoding"]["strokeDash"]["scale"]
+    assert len(domain["domain"]) == len({str(dash) for dash in domain["range"]}) == 3
+    [chart] = charts(open_page("compare.py", **query, bands="true"))
+    assert [layer["mark"]["type"] for layer in chart["layer"]] == ["area", "line"]
 
 
 def test_two_arms_of_a_study_have_overlaid_curves(store: Store, ablation: int) -> None:

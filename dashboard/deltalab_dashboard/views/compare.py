@@ -1,4 +1,4 @@
-"""The page Compare: the settings in which two studies or two arms differ, their verdicts, and their curves."""
+"""The page Compare: the settings in which two studies or arms differ, and the verdicts and curves of two or more."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +28,15 @@ from deltalab_dashboard.text import badge, label, plain
 POINTS = 200
 # The most arms whose curves are drawn before the reader picks arms.
 ARMS = 5
+# The dashes of the sides' lines, in order.
+DASHES = ([1, 0], [6, 4], [2, 3], [10, 3, 2, 3], [12, 4], [4, 2, 1, 2])
 STUDIES_OR_ARMS = ["studies", "arms"]
 NOTHING_YET = "Two studies, or two arms of one study, can be compared: there is no study yet."
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the two sides that are compared: a study, or an arm of a study.
+    """One of the sides that are compared: a study, or an arm of a study.
 
     Attributes:
         study: The study.
@@ -92,14 +94,33 @@ def page(store: Store) -> None:
     diff = study_diff(left.side, right.side)
     identity(diff, left, right)
     settings(diff, left, right)
-    # The means over tasks of two studies can be set side by side only if they are over the same tasks.
-    of_right = {(table.task, *table.over) for table in right.report.all_tables}
-    tasks = [table.task for table in left.report.all_tables if (table.task, *table.over) in of_right]
+    sides = [left, right, *(further(store, labels, left, right) if kind == "studies" else [])]
+    # The means over tasks of studies can be set side by side only if they are over the same tasks.
+    of_others = [{(table.task, *table.over) for table in side.report.all_tables} for side in sides[1:]]
+    tasks = [table.task for table in left.report.all_tables if all((table.task, *table.over) in of for of in of_others)]
     if not tasks:
-        st.info("The two have no task in common, so there are no verdicts and curves side by side.")
+        st.info("They have no task in common, so there are no verdicts and curves side by side.")
         return
-    verdicts(tasks, left, right)
-    curves(store, tasks, left, right)
+    verdicts(tasks, sides)
+    curves(store, tasks, sides)
+
+
+def further(store: Store, labels: dict[str, ListedStudy], left: Choice, right: Choice) -> list[Choice]:
+    """Draws the choice of studies beside the two, whose verdicts and curves are shown, too."""
+    offered = [text for text, row in labels.items() if row.id not in (left.study.id, right.study.id)]
+    picked = st.multiselect(
+        "Further studies, for verdicts and curves",
+        offered,
+        placeholder="none",
+        key="further",
+        bind="query-params",
+        max_selections=len(DASHES) - 2,
+    )
+    studies = [store.study(labels[text].id) for text in picked]
+    return [
+        Choice(study, side_of_study(study, store.arms(study.id)), cache.report_of(store, study), None)
+        for study in studies
+    ]
 
 
 def choose(
@@ -181,21 +202,20 @@ def difference_table(rows: Sequence[SettingDiff], left: Choice, right: Choice, n
     downloads.table(lines, f"{left.study.name} {right.study.name} {name}")
 
 
-def verdicts(tasks: Sequence[str], left: Choice, right: Choice) -> None:
-    """Draws the figures and verdicts of both sides on each task."""
+def verdicts(tasks: Sequence[str], sides: Sequence[Choice]) -> None:
+    """Draws the figures and verdicts of the sides on each task."""
+    left, right = sides[:2]
     st.subheader("Verdicts", anchor="verdicts")
     if left.study.id != right.study.id:
-        st.caption(
-            "Each verdict is against the base of its own study. The two studies are not tested against each other."
-        )
+        st.caption("Each verdict is against the base of its own study. The studies are not tested against each other.")
     elif left.arm:
         planned = left.report.warnings[:1] if left.report.against else []
         st.caption(plain(" ".join([f"Differences, p and verdicts are against {left.arm}.", *planned])))
     for task in tasks:
         name = f"{left.study.name} {right.study.name} {task} verdicts"
-        side_by_side = figure_rows if left.arm and right.arm else arm_rows
+        rows = figure_rows(task, left, right) if left.arm and right.arm else arm_rows(task, sides)
         st.markdown(f"**{plain(task)}**")
-        downloads.table(list(side_by_side(task, left, right)), name)
+        downloads.table(list(rows), name)
 
 
 def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]:
@@ -214,10 +234,10 @@ def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, st
             yield {"figure": name, left.name: both[0].get(name, ""), right.name: both[1].get(name, "")}
 
 
-def arm_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]:
-    """Yields a row for each arm that one of the studies has, with the arm's figures in both studies."""
+def arm_rows(task: str, sides: Sequence[Choice]) -> Iterator[dict[str, str]]:
+    """Yields a row for each arm that one of the studies has, with the arm's figures in all of them."""
     lines: dict[str, dict[str, str]] = {}
-    for choice in (left, right):
+    for choice in sides:
         table = choice.table(task)
         names = [table.metric, "difference", "verdict"]
         for row in table.rows:
@@ -230,19 +250,20 @@ def arm_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, str]]
         yield {name: line.get(name, "") for name in names}
 
 
-def curves(store: Store, tasks: Sequence[str], left: Choice, right: Choice) -> None:
-    """Draws the curves of both sides for a metric that was measured on both."""
+def curves(store: Store, tasks: Sequence[str], sides: Sequence[Choice]) -> None:
+    """Draws the curves of the sides for a metric that was measured on all of them."""
     st.subheader("Curves", anchor="curves")
-    of_left, of_right = (
-        {(final.task, final.metric, final.split) for final in store.final_metrics(choice.study.id, stage="confirm")}
-        for choice in (left, right)
-    )
-    measured = sorted(of_left & of_right)
+    left = sides[0]
+    of_sides = [
+        {(final.task, final.metric, final.split) for final in store.final_metrics(side.study.id, stage="confirm")}
+        for side in sides
+    ]
+    measured = sorted(set.intersection(*of_sides))
     tasks = [task for task in tasks if any(task == measured_task for measured_task, *_ in measured)]
     if not tasks:
-        st.info("The two have no metric in common yet.")
+        st.info("They have no metric in common yet.")
         return
-    columns = st.columns(3)
+    columns = st.columns([2, 2, 2, 1], vertical_alignment="bottom")
     task = columns[0].selectbox("Task", tasks, key="task", bind="query-params")
     judged = left.table(task).metric
     names = {name for of_task, name, _ in measured if of_task == task}
@@ -251,15 +272,16 @@ def curves(store: Store, tasks: Sequence[str], left: Choice, right: Choice) -> N
     names = {name for of_task, of_metric, name in measured if (of_task, of_metric) == (task, metric)}
     splits = sorted(names, key=lambda name: (name != "validation", name))
     split = columns[2].selectbox("Split", splits, key="split", bind="query-params")
-    if left.arm and right.arm:
-        lines = [(left, [left.arm]), (right, [right.arm])]
+    bands = columns[3].toggle("Bands", key="bands", bind="query-params")
+    if left.arm:
+        lines = [(side, [side.arm] if side.arm else []) for side in sides]
     else:
-        arms = list(dict.fromkeys([left.base, *left.side.arms, *right.side.arms]))
-        common = [arm for arm in arms if arm in left.side.arms and arm in right.side.arms]
+        arms = list(dict.fromkeys([left.base, *(arm for side in sides for arm in side.side.arms)]))
+        common = [arm for arm in arms if all(arm in side.side.arms for side in sides)]
         picked = st.multiselect(
-            "Arms", arms, placeholder=f"the base and {ARMS - 1} more that both have", key="arms", bind="query-params"
+            "Arms", arms, placeholder=f"the base and {ARMS - 1} more that all have", key="arms", bind="query-params"
         )
-        lines = [(left, picked or common[:ARMS]), (right, picked or common[:ARMS])]
+        lines = [(side, picked or common[:ARMS]) for side in sides]
     points = pd.DataFrame(
         [point for choice, arms in lines for point in mean_curves(store, choice, arms, task, metric, split)],
         columns=["which", "arm", "step", "mean", "low", "high", "seeds"],
@@ -268,11 +290,12 @@ def curves(store: Store, tasks: Sequence[str], left: Choice, right: Choice) -> N
         st.info("These arms have no such curve yet.")
         return
     title = f"{task}: {metric} on {split}"
-    description = f"{title}, by step, of {left.name} and {right.name}"
-    name = f"{left.study.name} {right.study.name} curves"
-    figure = overlay(points, left, right, title)
+    description = f"{title}, by step, of {' and '.join(side.name for side in sides)}"
+    name = f"{' '.join(side.study.name for side in sides)} curves"
+    figure = overlay(points, sides, title, bands=bands)
     downloads.chart(figure, name, rows=points, description=description, height=460)
-    st.caption("A line is the mean over seeds of an arm's tuned candidate; a band is its 95% interval.")
+    band = "; a band is its 95% interval" if bands else ""
+    st.caption(f"A line is the mean over seeds of an arm's tuned candidate{band}.")
 
 
 def mean_curves(
@@ -308,18 +331,19 @@ def mean_curves(
         }
 
 
-def overlay(points: pd.DataFrame, left: Choice, right: Choice, title: str) -> alt.LayerChart | alt.FacetChart:
-    """Draws a line with a band for each arm on each side.
+def overlay(
+    points: pd.DataFrame, sides: Sequence[Choice], title: str, *, bands: bool
+) -> alt.LayerChart | alt.FacetChart:
+    """Draws a line for each arm on each side, with a band if `bands`.
 
-    The lines of the right side are dashed. Colours tell the arms of studies apart, or the sides if single arms are
-    compared.
+    Dashes tell the sides apart. Colours tell the arms of studies apart, or the sides if single arms are compared.
     """
-    names = [left.name, right.name]
-    if left.arm and right.arm:
+    names = [side.name for side in sides]
+    if sides[0].arm:
         color = alt.Color("which:N", scale=alt.Scale(domain=names, range=[colors.BETTER, colors.WORSE]), sort=None)
     else:
-        arms = list(dict.fromkeys([*left.side.arms, *right.side.arms]))
-        color_of = colors.arm_colors(arms, left.base, highlighted=list(points["arm"].unique()))
+        arms = list(dict.fromkeys(arm for side in sides for arm in side.side.arms))
+        color_of = colors.arm_colors(arms, sides[0].base, highlighted=list(points["arm"].unique()))
         drawn = [arm for arm in arms if arm in set(points["arm"])]
         color = alt.Color("arm:N", scale=alt.Scale(domain=drawn, range=[color_of[arm] for arm in drawn]), sort=None)
     base = alt.Chart(points).encode(
@@ -330,7 +354,7 @@ def overlay(points: pd.DataFrame, left: Choice, right: Choice, title: str) -> al
     band = base.mark_area(opacity=0.15).encode(
         y=alt.Y("low:Q", title=title, scale=alt.Scale(zero=False)), y2="high:Q", tooltip=alt.value(None)
     )
-    dash = alt.Scale(domain=names, range=[[1, 0], [6, 4]])
+    dash = alt.Scale(domain=names, range=list(DASHES[: len(names)]))
     line = base.mark_line(strokeWidth=2.5, point=points["step"].nunique() == 1).encode(
         y="mean:Q",
         strokeDash=alt.StrokeDash(
@@ -344,7 +368,7 @@ def overlay(points: pd.DataFrame, left: Choice, right: Choice, title: str) -> al
             *(alt.Tooltip(f"{n}:Q", format=".4f") for n in ("mean", "low", "high")),
         ],
     )
-    return alt.layer(band, line)
+    return alt.layer(*([band] if bands else []), line)
 
 
 def _partner(labels: dict[str, ListedStudy], first: str) -> str:
