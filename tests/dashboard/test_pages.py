@@ -273,7 +273,7 @@ SAID = {
         "answer.py": [":green-badge[done]", "2 seeds cannot decide anything", "Cost"],
         "curves.py": ["A thick line is an arm's mean"],
         "trials.py": ["trials. The score is the mean"],
-        "arms.py": ["Found by the search"],
+        "arms.py": ["What the search chose for each arm"],
         "search.py": ["found_1: ", "The front of 4 candidates"],
         "rule.py": ["Arms: base, found_1."],
     },
@@ -348,7 +348,7 @@ def test_a_search_shows_what_it_tried_and_what_it_found(ledgers: Path, monkeypat
     assert list(tried.columns)[5:11] == ["score", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert set(tried["state"]) == {"done", "infeasible"}
     assert tried["train.lr"].between(1e-3, 1e-2).all()
-    found = cells(open_page("arms.py").table[1].value)
+    found = cells(open_page("arms.py").table[0].value)
     assert list(found) == ["arm", "model.conv", "model.d_model", "model.heads", "rule", "train.lr"]
     assert found["arm"] == ["base", "found_1"]
     assert found["rule"][0] == "", "the base tunes its training alone"
@@ -379,7 +379,7 @@ def test_an_arm_that_a_search_found_has_one_row_however_many_looks_it_had(store:
     for arm in ("base", "found_1"):
         record(store, study, arm, "mqar", BASE)
         record(store, study, arm, "mqar", BASE, look=1)
-    assert cells(open_page("arms.py").table[1].value)["arm"] == ["base", "found_1"]
+    assert cells(open_page("arms.py").table[0].value)["arm"] == ["base", "found_1"]
 
 
 def test_an_arm_that_failed_has_a_row_and_says_why(ledgers: Path, monkeypatch: pytest.MonkeyPatch) -> None:

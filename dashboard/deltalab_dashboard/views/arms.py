@@ -21,10 +21,19 @@ def page(store: Store, study: Study) -> None:
     """Draws the page."""
     st.title("Arms", anchor=False)
     arms = store.arms(study.id)
-    table(change_rows(arms), f"{study.name} arms")
-    st.caption("Only the settings in which an arm differs from the base; an empty cell means: as in the base.")
+    rows = change_rows(arms)
+    captions = ["Only the settings in which an arm differs from the base; an empty cell means: as in the base."]
     if RecordedSpec(study.spec).is_search:
-        confirmed_settings(store, study)
+        found = confirmed_settings(store, study)
+        empty = dict.fromkeys(searched_settings(study), "")
+        rows = [{"arm": row["arm"], **empty, **row, **found.get(row["arm"], {})} for row in rows]
+        captions = ["What the search chose for each arm; an empty cell means: the arm has no such setting."]
+        if not found:
+            captions.append("The search has confirmed no arm yet.")
+        elif any(map(of_training, searched_settings(study))):
+            captions.append("Training is the arm's own, by task where it differs. Its seeds try others: Sensitivity.")
+    table(rows, f"{study.name} arms")
+    st.caption(" ".join(captions))
 
     st.subheader("One arm", anchor=False)
     left, middle, right = st.columns(3)
@@ -71,13 +80,12 @@ def setting_rows(config: dict[str, Any], base: dict[str, Any], *, whole: bool) -
     ]
 
 
-def confirmed_settings(store: Store, study: Study) -> None:
-    """Draws the settings that a search chose for the confirmed arms, with a row for each arm.
+def confirmed_settings(store: Store, study: Study) -> dict[str, dict[str, str]]:
+    """Returns the settings that a search chose for the confirmed arms: arm -> path -> text.
 
-    If an arm has several confirmed trials on a task, the row shows the settings of the trial with the lowest number,
-    which has the training that the search chose for the arm. A cell has several values if they differ between tasks.
+    If an arm has several confirmed trials on a task, its settings are those of the trial with the lowest number, which
+    has the training that the search chose for the arm. A text has several values if they differ between tasks.
     """
-    st.subheader("Found by the search", anchor=False)
     paths = list(searched_settings(study))
     chosen: dict[tuple[str, str], TrialRow] = {}
     confirmed = (trial for trial in current(store.trials(study.id)) if trial.stage == "confirm" and trial.values)
@@ -89,15 +97,7 @@ def confirmed_settings(store: Store, study: Study) -> None:
         for path in paths:
             if path in trial.values:
                 of_arm[path][setting(trial.values[path])] = None
-    if values:
-        if any(map(of_training, paths)):
-            st.caption("With an arm's own training, by task where it differs. Its seeds try others: page Sensitivity.")
-        rows = [
-            {"arm": arm} | {path: ", ".join(texts) for path, texts in of_arm.items()} for arm, of_arm in values.items()
-        ]
-        table(rows, f"{study.name} found")
-    else:
-        st.info("The search has confirmed no arm yet.")
+    return {arm: {path: ", ".join(texts) for path, texts in of_arm.items()} for arm, of_arm in values.items()}
 
 
 if __name__ == "__main__":  # Streamlit runs a page as a script.

@@ -22,6 +22,8 @@ POINTS = 500
 ROWS = 20_000
 # How many arms are drawn beside the base before the reader picks arms.
 BEST = 5
+# The most seeds that each have a button. More seeds are in a list.
+PILLS = 20
 # If a study has at most this many arms, the legend lists all of them. Otherwise it lists only the drawn arms.
 FEW = 10
 # The name of the selection that a click in the legend makes. It is not "switch", since Vega reserves that word.
@@ -63,12 +65,14 @@ def page(store: Store, study: Study) -> None:
     base = next((arm.name for arm in arms if arm.is_base), None)
     curves = Curves(store, study, arms, name, stage)
     names = [arm.name for arm in arms]
-    left, right = st.columns([3, 1])
-    picked = left.multiselect(
-        "Arms", names, placeholder=f"the base and the best {BEST}", key="arms", bind="query-params"
-    )
+    picked = st.multiselect("Arms", names, placeholder=f"the base and the best {BEST}", key="arms", bind="query-params")
     seeds = sorted({run.seed for runs in curves.runs.values() for run in runs})
-    seed = right.selectbox("Seed", seeds, index=None, placeholder="the mean of all", key="seed", bind="query-params")
+    if len(seeds) <= PILLS:
+        seed = st.pills("One seed alone", seeds, key="seed", bind="query-params")
+    else:
+        seed = st.selectbox(
+            "One seed alone", seeds, index=None, placeholder="the mean of all", key="seed", bind="query-params"
+        )
     highlighted = picked or curves.best(base, BEST)
     drawn = [arm for arm in names if arm in highlighted or layers["others"]]
     runs = [run for arm in drawn for run in curves.runs[arm] if seed in (None, run.seed)]
