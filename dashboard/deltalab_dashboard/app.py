@@ -14,7 +14,9 @@ from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab_dashboard import address, sign_in
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.reach import draw_reach
-from deltalab_dashboard.text import badge, label, plain
+from deltalab_dashboard.sidebar import saved_views
+from deltalab_dashboard.sidebar.study_choice import choose
+from deltalab_dashboard.text import plain
 
 
 class View(NamedTuple):
@@ -62,36 +64,6 @@ A study is one YAML file. Run one, and it appears here while it runs:
 deltalab study run studies/quickstart.yaml
 ```
 """
-# The session's key for the label that this session last wrote into the address. If the address holds another label, the
-# reader followed a link.
-ADDRESSED = "study in the address"
-
-
-def choose(studies: list[ListedStudy]) -> None:
-    """Draws the choice of a study. At first, the study that the address names is chosen, or else the latest study.
-
-    The session keeps the id of the chosen study, and the address keeps the study's label.
-    """
-    rows = {row.id: row for row in studies}
-    labels = {row.id: label(row) for row in studies}
-    name = st.query_params.get(STUDY, "")
-    if name and name != st.session_state.get(ADDRESSED):
-        # An address that somebody typed may hold an id instead of a label, or NAME:PROFILE. The latter means the latest
-        # study with that name and profile.
-        ids = {text: row.id for row in reversed(studies) for text in (str(row.id), row.address, labels[row.id])}
-        if name in ids:
-            st.session_state[STUDY] = ids[name]
-        else:
-            st.warning(f"There is no study '{plain(name)}' here; this is the latest.")
-            st.session_state.pop(STUDY, None)
-    if st.session_state.get(STUDY) not in rows:
-        st.session_state[STUDY] = next((row.id for row in studies if not row.hidden), studies[0].id)
-    offered = [row.id for row in studies if not row.hidden or row.id == st.session_state[STUDY]]
-    study_id = st.sidebar.selectbox("Study", offered, format_func=labels.__getitem__, key=STUDY)
-    # A bound widget would leave its first option out of the address. A copied link would then open whichever study is
-    # the latest when somebody follows the link.
-    st.query_params[STUDY] = st.session_state[ADDRESSED] = labels[study_id]
-    st.sidebar.markdown(badge(rows[study_id]))
 
 
 def empty_views() -> set[str]:
@@ -143,15 +115,19 @@ def main() -> None:
             hidden = empty_views()
     except InputError as error:
         failure = error
-    page = st.navigation({section: [_page(view, hidden) for view in views] for section, views in VIEWS.items()})
+    pages = {view.name: _page(view, hidden) for views in VIEWS.values() for view in views}
+    page = st.navigation({section: [pages[view.name] for view in views] for section, views in VIEWS.items()})
     try:
         if failure:
             raise failure
         if studies or page.url_path in WITHOUT_STUDIES:
+            saved_views.follow(ledger(), studies, pages)
             parameters, above = address.parameters(), st.container()
             page.run()
             for line in address.complaints(parameters):
                 above.warning(plain(line))
+            if studies:
+                saved_views.draw(ledger(), studies, pages, page)
         else:
             st.title("No studies yet")
             st.markdown(NOTHING_YET)

@@ -83,6 +83,35 @@ def test_a_study_is_tagged_noted_hidden_deleted_and_restored(
         tab.close()
 
 
+NOTES = """**Sure** of `seed 3`, [see](https://example.org/page).
+
+![a](http://evil.example/a.png) ![b][ref] <img src=x onerror="document.title='owned'">
+<script>document.title='owned'</script>
+
+[c](javascript:document.title='owned') $\\href{javascript:alert(1)}{d}$
+
+[ref]: http://evil.example/b.png
+"""
+
+
+def test_notes_are_markdown_that_runs_and_fetches_nothing(visit: Callable[..., Visit], lab: Ledgers) -> None:
+    study = int(lab.labels["ablation"].partition(" ")[0])
+    with Store.open(lab.full, create=False) as store:
+        shelf.note(store, study, NOTES)
+    try:
+        tab = visit()
+        tab.open(study=lab.labels["ablation"])
+        main = tab.page.get_by_test_id("stMain")
+        assert main.locator("strong", has_text="Sure").is_visible()
+        assert main.get_by_role("link", name="see").get_attribute("href") == "https://example.org/page"
+        assert main.locator("img[src*=evil], [href^='javascript:'], script").count() == 0
+        assert tab.complaints == [], "nothing is asked of evil.example"
+        assert "owned" not in tab.page.title()
+    finally:
+        with Store.open(lab.full, create=False) as store:
+            shelf.note(store, study, "")
+
+
 def test_a_click_in_the_legend_switches_an_arm(visit: Callable[..., Visit], lab: Ledgers) -> None:
     tab = visit()
     tab.open("curves", study=lab.labels["ablation"])

@@ -174,6 +174,17 @@ def test_the_page_says_the_sentence_and_draws_each_seed(store: Store, ablation: 
     assert sorted(report(store, ablation).tables[0].rows[1].by_seed) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_arms_and_columns_are_chosen_and_figures_stay(ablation: int) -> None:
+    [all_arms, *_] = (each.value for each in open_page(tables="true").dataframe)
+    app = open_page(tables="true", arms="no_*d*", columns=["p", "verdict"])
+    [table, *_] = (each.value for each in app.dataframe)
+    assert list(table) == ["arm", "best", "verdict", "p"]
+    assert list(table["arm"]) == ["base", "no_*d*"]
+    assert table["p"][1] == all_arms["p"][1], "the arms are tested together, whatever is shown"
+    assert "late" not in app.get("html")[-1].proto.body
+    assert "p and intervals are those of the test of all arms together" in texts(app)
+
+
 def test_the_url_keeps_costs_and_the_order_of_the_arms(ablation: int) -> None:
     app = open_page(tables="true", costs="true", order="by score")
     table, costs = (each.value for each in app.dataframe[2:4])

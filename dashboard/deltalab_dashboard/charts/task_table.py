@@ -10,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from deltalab.study.answers.rows import Row, TaskTable
-from deltalab.study.reports.columns import Column, Group, columns
+from deltalab.study.reports.columns import COLUMNS, Column, Group, columns
 from deltalab.study.reports.lines import caption, metrics_caption, metrics_cells, metrics_headers
 from deltalab.study.reports.sentence import short_verdict
 from deltalab_dashboard import downloads
@@ -29,9 +29,13 @@ FIRST = ("arm", "verdict", "difference", "p", "score")
 
 The other columns follow in the order of the report.
 """
+SCORE = "score"
+"""The name of the column of scores, whose heading is the metric."""
+PICKABLE = tuple(column.head.format(metric=SCORE) for column in COLUMNS if column.group in ("answer", "cost", "tuned"))
+"""The names of the columns that a reader can pick."""
 
 
-def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
+def draw_task(table: TaskTable, study: str, order: str, costs: bool, picked: Sequence[str] = ()) -> None:
     """Draws a table of the arms on a task, and below it a chart of the arms' differences from the base.
 
     Args:
@@ -39,15 +43,19 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
         study: The name of the study.
         order: One of `ORDERS`.
         costs: Whether a second table shows the costs and the tuned values of the arms.
+        picked: The columns of the table, of `PICKABLE`. If empty, the table has those of the answer.
     """
     st.subheader(plain(caption(table)), anchor=table.task.replace(" ", "-"))
     table = replace(table, rows=sorted_rows(table, order))
     groups: list[Group] = ["name", "answer", "tuned"] if table.split == "validation" else ["name", "answer"]
-    _draw_columns(table, groups, f"{study} {table.task}", f"The arms on {caption(table)}")
+    shown = columns(table, *groups)
+    if picked:
+        shown = [column for column in columns(table) if column.group == "name" or _name(column) in picked]
+    _draw_columns(table, shown, f"{study} {table.task}", f"The arms on {caption(table)}")
     if costs and not table.over:
         # A table of its own: beside the answer, the last columns would be beyond the edge of a screen.
-        groups = ["name", "cost", "tuned"]
-        _draw_columns(table, groups, f"{study} {table.task} costs", f"What the arms cost on {caption(table)}")
+        of_costs = columns(table, "name", "cost", "tuned")
+        _draw_columns(table, of_costs, f"{study} {table.task} costs", f"What the arms cost on {caption(table)}")
     rows, seeds = difference_rows(table)
     if len(rows):
         differences = "; ".join(
@@ -73,16 +81,16 @@ def draw_task(table: TaskTable, study: str, order: str, costs: bool) -> None:
             st.markdown(bullets(table.notes))
 
 
-def _draw_columns(table: TaskTable, groups: Sequence[Group], name: str, description: str) -> None:
-    """Draws the columns of the given groups, the best arm in bold."""
-    frame, config = typed_table(table, groups)
+def _draw_columns(table: TaskTable, shown: Sequence[Column], name: str, description: str) -> None:
+    """Draws the given columns, the best arm in bold."""
+    frame, config = typed_table(table, shown)
     best = table.best
     downloads.sortable(
         frame.style.apply(
             lambda row: ["font-weight: bold" if best and row["arm"] == best.arm else ""] * len(row), axis=1
         ),
         name,
-        text=text_table(table, groups),
+        text=text_table(table, shown),
         columns=config,
         height="content" if len(frame) <= ROWS else ROW_PIXELS * (ROWS + 1),
         placeholder="",
@@ -108,14 +116,14 @@ def sorted_rows(table: TaskTable, order: str) -> list[Row]:
     return table.rows if order == ORDERS[0] else sorted(table.rows, key=key)
 
 
-def typed_table(table: TaskTable, groups: Sequence[Group]) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Returns the given groups of columns with typed values, and their `column_config` for Streamlit.
+def typed_table(table: TaskTable, shown: Sequence[Column]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Returns the given columns with typed values, and their `column_config` for Streamlit.
 
     Typed values let a reader sort a column of numbers by their size.
     """
     frame: dict[str, list[Any]] = {}
     config: dict[str, Any] = {}
-    for column in _in_order(columns(table, *groups)):
+    for column in _in_order(shown):
         head = _head(column, table)
         if column.key == "verdict":
             frame[head] = [verdict_text(row) for row in table.rows]
@@ -129,18 +137,18 @@ def typed_table(table: TaskTable, groups: Sequence[Group]) -> tuple[pd.DataFrame
                 config[head] = st.column_config.TextColumn(help=column.help)
         if column.bounds_head:
             frame[column.bounds_head] = [column.text(row).partition(" ")[2] for row in table.rows]
-        if column.group == "name" and "answer" in groups:
+        if column.group == "name" and any(other.group == "answer" for other in shown):
             frame["best"] = ["★ best" if row is table.best else "" for row in table.rows]
             best_help = "The best mean. Only the verdict says whether it beats the base."
             config["best"] = st.column_config.TextColumn(help=best_help)
     return pd.DataFrame({head: cells for head, cells in frame.items() if any(map(_is_known, cells))}), config
 
 
-def text_table(table: TaskTable, groups: Sequence[Group]) -> list[dict[str, str]]:
-    """Returns the given groups of columns as text, as the report writes it. The downloaded files hold this text."""
+def text_table(table: TaskTable, shown: Sequence[Column]) -> list[dict[str, str]]:
+    """Returns the given columns as text, as the report writes it. The downloaded files hold this text."""
     rows: list[dict[str, str]] = []
     for row in table.rows:
-        texts = {_head(column, table): column.text(row) for column in columns(table, *groups)}
+        texts = {_head(column, table): column.text(row) for column in shown}
         if "verdict" in texts:
             texts["verdict"] = verdict_text(row)
         texts["arm"] += " ★" if row is table.best else ""
@@ -148,10 +156,15 @@ def text_table(table: TaskTable, groups: Sequence[Group]) -> list[dict[str, str]
     return rows
 
 
-def _in_order(shown: list[Column]) -> list[Column]:
+def _in_order(shown: Sequence[Column]) -> list[Column]:
     """Moves the columns of `FIRST` to the front."""
     places = {key: at for at, key in enumerate(FIRST)}
     return sorted(shown, key=lambda column: places.get(column.key or column.head, len(FIRST)))
+
+
+def _name(column: Column) -> str:
+    """Returns the name of a column in `PICKABLE`, which is the same for all tasks."""
+    return column.head.format(metric=SCORE)
 
 
 def _head(column: Column, table: TaskTable) -> str:

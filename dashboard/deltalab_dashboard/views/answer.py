@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from shlex import quote
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import altair as alt
 import pandas as pd
@@ -14,6 +15,7 @@ import streamlit as st
 from deltalab.store import Store, Study
 from deltalab.store.models import Stage
 from deltalab.study.answers.ladder_trends import TaskLadder
+from deltalab.study.answers.rows import TaskTable
 from deltalab.study.reports.html.forest import LEGEND as FOREST_LEGEND
 from deltalab.study.reports.html.forest import STYLE, forest
 from deltalab.study.reports.lines import failure_lines, ladder_caption, ladder_cells, ladder_headers, ladder_notes
@@ -21,7 +23,7 @@ from deltalab.study.reports.report import Report
 from deltalab.study.reports.sentence import sentence, verdict_counts
 from deltalab_dashboard import cache
 from deltalab_dashboard.charts.arms_by_tasks import LEGEND, pivot
-from deltalab_dashboard.charts.task_table import ORDERS, draw_task
+from deltalab_dashboard.charts.task_table import ORDERS, PICKABLE, draw_task
 from deltalab_dashboard.colors import BASE, MARKS, arm_colors
 from deltalab_dashboard.downloads import chart, table, table_files
 from deltalab_dashboard.frame import STUDY, show
@@ -36,14 +38,15 @@ def page(store: Store, study: Study) -> None:
     """Draws the page."""
     head(store, study)
     answer = st.container()  # The answer stands above the widgets, but it depends on what they return.
-    stage, tables, order, costs = options(store, study)
+    shown = options(store, study)
+    stage = shown.stage
     report = cache.report_of(store, study, stage)
     with answer:
         verdict(report)
-        at_a_glance(store, study, report)
-    if tables:
-        for task_table in report.all_tables:
-            draw_task(task_table, study.name, order, costs)
+        at_a_glance(store, study, report, shown.arms)
+    if shown.tables:
+        for task_table in of_arms(report, shown.arms).all_tables:
+            draw_task(task_table, study.name, shown.order, shown.costs, shown.columns)
     for ladder in report.ladders:
         ladder_section(ladder, study.name)
     with st.expander("How to read this page"):
@@ -69,12 +72,32 @@ def head(store: Store, study: Study) -> None:
     draw_progress(store, study)
 
 
+class Shown(NamedTuple):
+    """What the reader chose to see.
+
+    Attributes:
+        stage: The stage whose scores are shown.
+        arms: The arms beside the base. If empty, all arms are shown.
+        tables: Whether exact tables are shown.
+        order: The order of the arms in exact tables.
+        columns: The columns of exact tables. If empty, they have those of the answer.
+        costs: Whether exact tables of costs are shown.
+    """
+
+    stage: Stage
+    arms: list[str]
+    tables: bool
+    order: str
+    columns: list[str]
+    costs: bool
+
+
 # The session's key for a pair: the id of the study that the page showed last, and the stage with which it opened.
 OPENED = "stage at first"
 
 
-def options(store: Store, study: Study) -> tuple[Stage, bool, str, bool]:
-    """Draws the choices of the stage, of whether to show exact tables, of their order, and of whether with costs.
+def options(store: Store, study: Study) -> Shown:
+    """Draws the choices of the stage and the arms, of whether to show exact tables, and of their order and columns.
 
     The address keeps the choices.
     """
@@ -97,10 +120,30 @@ def options(store: Store, study: Study) -> tuple[Stage, bool, str, bool]:
             bind="query-params",
             width="content",
         )
+        names = [arm.name for arm in store.arms(study.id) if not arm.is_base]
+        arms = st.multiselect("Arms", names, placeholder="all", key="arms", bind="query-params", width=320)
         tables = st.toggle("Exact tables", key="tables", bind="query-params")
-        order = st.selectbox("Order of the arms", ORDERS, key="order", bind="query-params", width=200)
-        costs = st.toggle("Costs and tuned values", key="costs", bind="query-params")
-    return stage, tables, order, costs
+    order, columns, costs = ORDERS[0], list[str](), False
+    if tables:
+        with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
+            order = st.selectbox("Order of the arms", ORDERS, key="order", bind="query-params", width=200)
+            columns = st.multiselect(
+                "Columns", PICKABLE, placeholder="those of the answer", key="columns", bind="query-params", width=400
+            )
+            costs = st.toggle("Costs and tuned values", key="costs", bind="query-params")
+    return Shown(stage, arms, tables, order, columns, costs)
+
+
+def of_arms(report: Report, arms: Collection[str]) -> Report:
+    """Returns the report with the rows of the given arms and the base alone. Figures stay those of the whole study."""
+    if not arms:
+        return report
+
+    def kept(table: TaskTable) -> TaskTable:
+        """Returns a table with the rows to show."""
+        return replace(table, rows=[row for row in table.rows if row.is_base or row.arm in arms])
+
+    return replace(report, tables=list(map(kept, report.tables)), headline=report.headline and kept(report.headline))
 
 
 def first_stage(store: Store, study: Study) -> Stage:
@@ -130,15 +173,18 @@ def verdict(report: Report) -> None:
             )
 
 
-def at_a_glance(store: Store, study: Study, report: Report) -> None:
-    """Draws the forest of all arms and tasks, and beside it the study's cost, doubts, and the next command."""
+def at_a_glance(store: Store, study: Study, report: Report, arms: Collection[str]) -> None:
+    """Draws the forest of the arms and tasks, and beside it the study's cost, doubts, and the next command."""
     left, right = st.columns([4, 1], gap="medium")
+    shown = of_arms(report, arms)
     with left:
-        if drawn := forest(report):
+        if drawn := forest(shown):
             st.html(f"<style>{STYLE}</style>{drawn}")
-            table_files(pivot(report), f"{study.name} arms by tasks", LEGEND, caption=FOREST_LEGEND)
+            table_files(pivot(shown), f"{study.name} arms by tasks", LEGEND, caption=FOREST_LEGEND)
         else:
-            table(pivot(report), f"{study.name} arms by tasks", legend=LEGEND)
+            table(pivot(shown), f"{study.name} arms by tasks", legend=LEGEND)
+        if arms:
+            st.caption("★ is the best of the arms shown. p and intervals are those of the test of all arms together.")
     with right:
         if hours := cost(store, study):
             st.markdown(f"**Cost**  \n{plain(hours)}")

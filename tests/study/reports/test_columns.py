@@ -44,7 +44,7 @@ def test_a_column_is_found_in_every_form_of_a_report(store: Store, ablation: int
         "terminal": out.file.getvalue(),  # type: ignore[attr-defined]
         "Markdown": found.to_markdown(),
         "HTML": found._repr_html_(),
-        "LaTeX": to_latex(text_table(table, ["name", "answer"])),
+        "LaTeX": to_latex(text_table(table, columns.columns(table, "name", "answer"))),
     }
     for name, text in forms.items():
         assert "letters of accuracy" in text, name
@@ -55,7 +55,9 @@ def test_a_column_is_found_in_every_form_of_a_report(store: Store, ablation: int
     frame = found.to_frame()
     assert (str(frame["letters"].dtype), list(frame["letters"])) == ("Int64", 2 * [4, 6, 4])
     assert list(open_page(tables="true").dataframe[0].value["letters of accuracy"]) == [4, 6, 4]
-    assert typed_table(table, ["name", "answer"])[1]["letters of accuracy"]["help"] == LETTERS.help
+    assert (
+        typed_table(table, columns.columns(table, "name", "answer"))[1]["letters of accuracy"]["help"] == LETTERS.help
+    )
 
 
 def test_each_key_and_heading_is_one_column() -> None:

@@ -1,0 +1,1 @@
+"""What stands beside every page: the choice of the study, and the views that readers saved."""
