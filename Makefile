@@ -62,7 +62,10 @@ site: docs
 
 picture: .venv/installed-dev
 	xz -dc benchmarks/ledgers/pretrain_h200.db.xz > .venv/pretrain.db
+	$(BIN)/deltalab db upgrade --db .venv/pretrain.db
 	$(BIN)/python -m deltalab_dashboard.picture --db .venv/pretrain.db --study pretrain:125M docs/dashboard.png
+	$(BIN)/python -m deltalab_dashboard.picture --db .venv/pretrain.db --study pretrain:125M \
+	    --page 'curves?axis=tokens&split=train&metric=loss' docs/training.png
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

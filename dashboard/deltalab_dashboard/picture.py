@@ -1,4 +1,4 @@
-"""Serves the dashboard, opens it in a browser, and takes the picture in README."""
+"""Serves the dashboard, opens it in a browser, and takes the pictures in the documentation."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ PATIENCE_SECONDS = 60
 WIDTH = 1440
 """The width of the window in pixels."""
 BELOW = 60
-"""The pixels below the forest that belong to the picture."""
+"""The pixels below the forest, or the chart of another page, that belong to the picture."""
 DRAWN = """() => [...document.querySelectorAll('[data-testid=stVegaLiteChart]')]
     .every(chart => chart.querySelector('canvas, svg')?.getBoundingClientRect().height > 0)"""
 """JavaScript that returns whether every chart is drawn."""
@@ -106,14 +106,15 @@ def settle(page: Page) -> None:
     page.wait_for_function(DRAWN)
 
 
-def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
-    """Writes a screenshot of a study's first page. The picture ends below the forest of its arms.
+def take(chromium: Browser, db: str | Path, study: str, out: Path, page_of_study: str = "") -> None:
+    """Writes a screenshot of a page of a study. The picture ends below the forest of its arms, or the first chart.
 
     Args:
         chromium: The browser that draws the page.
         db: The file or URL of the ledger.
         study: The address of the study, such as NAME:PROFILE.
         out: The file to write the picture to.
+        page_of_study: The page with parameters, such as "curves?axis=tokens". The first page if empty.
 
     Raises:
         InputError: The database or the study does not exist, or the dashboard does not start.
@@ -121,9 +122,10 @@ def take(chromium: Browser, db: str | Path, study: str, out: Path) -> None:
     with Store.open(db, create=False) as store:
         query = urlencode({STUDY: label(store.study(study))})
     with served(db) as url, chromium.new_page(viewport={"width": WIDTH, "height": 1000}) as page:
-        page.goto(f"{url}/?{query}")
+        path, _, parameters = page_of_study.partition("?")
+        page.goto(f"{url}/{path}?{'&'.join(filter(None, (query, parameters)))}")
         settle(page)
-        answer = page.locator(".forest")
+        answer = page.locator(".forest, [data-testid=stVegaLiteChart]").first
         if answer.count() and (box := answer.bounding_box()):
             page.set_viewport_size({"width": WIDTH, "height": int(box["y"] + box["height"]) + BELOW})
             settle(page)
@@ -143,10 +145,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--db", default="deltalab.db")
     parser.add_argument("--study", required=True)
+    parser.add_argument("--page", default="", help='a page with parameters, such as "curves?axis=tokens"')
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     try:
         with browser() as chromium:
-            take(chromium, args.db, args.study, args.out)
+            take(chromium, args.db, args.study, args.out, args.page)
     except InputError as error:
         sys.exit(f"error: {error}")
