@@ -121,7 +121,11 @@ def main() -> None:
         if failure:
             raise failure
         if studies or page.url_path in WITHOUT_STUDIES:
-            saved_views.follow(ledger(), studies, pages)
+            try:
+                saved_views.follow(ledger(), studies, pages)
+            except InputError as error:
+                st.error(plain(str(error)))
+                del st.query_params[saved_views.VIEW]
             parameters, above = address.parameters(), st.container()
             page.run()
             for line in address.complaints(parameters):

@@ -30,6 +30,7 @@ def test_a_view_is_saved_opened_renamed_and_deleted(visit: Callable[..., Visit],
     tab = visit()
     tab.open("curves", study=lab.labels["tuned"], arms="base", logx="true")
     save(tab, "base alone *on* <b>log</b> x")
+    sidebar(tab).get_by_role("link", name="base alone *on* <b>log</b> x").wait_for()
     tab.open("curves", study=lab.labels["tuned"])
     assert "logx" not in tab.page.url
     sidebar(tab).get_by_role("link", name="base alone *on* <b>log</b> x").click()
