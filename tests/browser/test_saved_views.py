@@ -57,8 +57,6 @@ def test_a_view_is_saved_opened_renamed_and_deleted(visit: Callable[..., Visit],
 
     sidebar(tab).get_by_role("button", name="Rename or delete").click()
     tab.page.get_by_role("textbox", name="Its new name").fill("renamed")
-    tab.page.keyboard.press("Tab")
-    settle(tab.page)
     tab.page.get_by_role("button", name="Rename", exact=True).click()
     sidebar(tab).get_by_role("link", name="renamed").wait_for()
     if not tab.page.get_by_role("button", name="Delete this view").is_visible():

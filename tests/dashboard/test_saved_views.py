@@ -19,6 +19,16 @@ def test_what_a_page_shows_is_saved_by_name(store: Store, ablation: int) -> None
     assert name.value == "", "the next view has a name of its own"
 
 
+def test_a_view_is_renamed_and_deleted(store: Store, ablation: int) -> None:
+    saved_views.save(store, "one", "curves", {}, ablation)
+    app = open_page("arms.py")
+    next(field for field in app.text_input if field.label == "Its new name").input("two")
+    next(button for button in app.button if button.label == "Rename").click().run()
+    assert [view.name for view in saved_views.saved(store)] == ["two"]
+    next(button for button in app.button if button.label == "Delete this view").click().run()
+    assert saved_views.saved(store) == []
+
+
 def test_an_address_names_a_view(store: Store, ablation: int) -> None:
     saved_views.save(store, "one", "answer", {"arms": ["late"], "tables": ["true"]}, ablation)
     app = open_page(saved="one")

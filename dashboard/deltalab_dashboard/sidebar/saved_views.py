@@ -85,12 +85,13 @@ def _save(store: Store, page: str, count: int) -> None:
 
 def _change(store: Store, views: Sequence[SavedView]) -> None:
     """Draws the controls that rename and delete a view."""
-    with st.popover("Rename or delete", type="tertiary"):
-        name = st.selectbox("View", [view.name for view in views], key="view to change")
-        new = st.text_input("Its new name", name, key=f"new name of {name}", max_chars=saved_views.LONGEST_NAME)
-        if st.button("Rename", disabled=new == name):
+    # A form sends both fields with the click, so that a name that was just typed counts.
+    with st.popover("Rename or delete", type="tertiary"), st.form("change a view", border=False):
+        name = st.selectbox("View", [view.name for view in views])
+        new = st.text_input("Its new name", max_chars=saved_views.LONGEST_NAME)
+        if st.form_submit_button("Rename"):
             saved_views.rename(store, name, new)
             st.rerun()
-        if st.button("Delete this view"):
+        if st.form_submit_button("Delete this view"):
             saved_views.delete(store, name)
             st.rerun()
