@@ -20,8 +20,9 @@ def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
     kept = set(re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M))
     assert all((ROOT / entry).exists() for entry in kept)
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    wanted = {*wheel["packages"], *wheel["force-include"], PROJECT["project"]["readme"], "LICENSE", "constraints.txt"}
-    assert {entry.partition("/")[0] for entry in wanted} | {"pyproject.toml"} == kept
+    packages = {package.partition("/")[0] for package in wheel["packages"]}
+    files = {PROJECT["project"]["readme"], "LICENSE", "constraints.txt", "pyproject.toml"}
+    assert {*packages, *wheel["force-include"], *files} == kept
 
 
 def test_each_line_of_the_dockerfile_is_an_instruction_and_uses_what_is_there() -> None:
