@@ -97,7 +97,7 @@ CAUGHT: dict[str, tuple[list[str], str]] = {
     ),
     "raises": (
         ["form", "device"],
-        "raised NotImplementedError: no test split yet (raises.py:13); 21 checks raised it: form, token range",
+        "raised NotImplementedError: no test split yet (raises.py:13); 22 checks raised it: form, token range",
     ),
     "ranks_rows": (["pool"], "`draw` lets a row depend on more than the same row"),
     "repeats_batches": (["streams"], "share of training examples that occur at other seeds or steps"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltalab.cli import machine
+from deltalab.cli.machine_commands import examination
 from deltalab.ops.backends import lacks_triton
 from deltalab.training.device import multiplies_bf16
 
@@ -39,12 +39,12 @@ def test_bf16_is_taken_where_it_is_fast(gpu) -> None:
 
 
 def test_the_doctor_says_what_runs_in_their_place(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "lacks_triton", lacks_triton.__wrapped__)
+    monkeypatch.setattr(examination, "lacks_triton", lacks_triton.__wrapped__)
     gpu(T4)
-    found = machine._kernels()
+    found = examination._kernels()
     assert (found.state, found.mend) == ("absent", "")
     assert "7.5; the parallel form in PyTorch runs in their place, in fp32" in found.found
-    monkeypatch.setattr(machine, "lacks_triton", lambda device: "Triton 3.4 or later, not 3.3.1")
+    monkeypatch.setattr(examination, "lacks_triton", lambda device: "Triton 3.4 or later, not 3.3.1")
     gpu(RTX_3090)
-    found = machine._kernels()
+    found = examination._kernels()
     assert (found.state, found.mend) == ("broken", "pip install --upgrade triton")

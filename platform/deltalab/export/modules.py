@@ -31,6 +31,7 @@ OF_A_RULE = (
     "long_convolution",
     "nonlinear",
     "ops.recurrence",
+    "ops.rotary",
     "ops.vmap",
     "passes",
     "ridge",

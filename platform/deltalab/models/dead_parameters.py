@@ -67,23 +67,32 @@ def _of_block(block: ModelSpec, length: int) -> int | None:
     return dead and _counted(block, length)
 
 
-@torch.enable_grad()
 def _counted(block: ModelSpec, length: int) -> int:
     if (key := (repr(block), length)) not in _known:
-        # With attention over depth, the first mixer reads the embedding alone, and weighs nothing.
-        network = build_model(replace(block, layers=2 if block.attention_residuals else 1))
-        draw = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.add_(NOISE * torch.randn(parameter.shape, generator=draw))
-        for part in network.modules():
-            if isinstance(part, Experts):
-                part.top = len(part.into.weight)  # any of them can be chosen, if not by these few tokens
-        hidden, _ = network.transform(torch.randn(ROWS, length, block.d_model, generator=draw))
-        (hidden * torch.randn(hidden.shape, generator=draw)).sum().backward()
-        gradients = [(parameter, parameter.grad) for parameter in network.blocks[-1].parameters()]
-        _known[key] = sum(p.numel() if grad is None else int((grad == 0).sum()) for p, grad in gradients)
+        dead = _without_gradient(block, length, NOISE)
+        if any(mask.any() for mask in dead):
+            # A bound, such as that of a step at 0, may hold a parameter that was moved to one side.
+            dead = [a & b for a, b in zip(dead, _without_gradient(block, length, -NOISE), strict=True)]
+        _known[key] = sum(int(mask.sum()) for mask in dead)
     return _known[key]
+
+
+@torch.enable_grad()
+def _without_gradient(block: ModelSpec, length: int, noise: float) -> list[torch.Tensor]:
+    """Returns a mask for each parameter of a block: where its gradient is zero, after noise is added to each."""
+    # With attention over depth, the first mixer reads the embedding alone, and weighs nothing.
+    network = build_model(replace(block, layers=2 if block.attention_residuals else 1))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=draw))
+    for part in network.modules():
+        if isinstance(part, Experts):
+            part.top = len(part.into.weight)  # any of them can be chosen, if not by these few tokens
+    hidden, _ = network.transform(torch.randn(ROWS, length, block.d_model, generator=draw))
+    (hidden * torch.randn(hidden.shape, generator=draw)).sum().backward()
+    parameters = [(p, p.grad) for p in network.blocks[-1].parameters()]
+    return [torch.ones_like(p, dtype=torch.bool) if grad is None else grad == 0 for p, grad in parameters]
 
 
 def dead_parameters_text(arm: str, dead: int | None, parameters: int) -> str | None:
