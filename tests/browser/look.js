@@ -36,17 +36,19 @@
             if (e.disabled || e.closest(apart) || box.width < 1 || box.height < 1) return false
             if (getComputedStyle(e).visibility === 'hidden') return false
             if (e.tagName === 'BUTTON' && e.tabIndex < 0) return false  // an arrow of a widget that keys open
-            return !window.reached.has(e.type === 'radio' ? e.name : e)  // arrow keys move among radio buttons
+            return !window.reached.has(window.place(e))
         }).map(e => e.outerHTML.slice(0, 300))
     },
     forget: () => {
         document.activeElement?.blur()
         window.reached = new Set()
+        // Arrow keys move among radio buttons, also where a group draws them as buttons.
+        window.place = e => e.type === 'radio' ? e.name : e.role === 'radio' ? e.closest('[role=radiogroup]') ?? e : e
     },
     // Notes what has the focus. Returns whether it had it before.
     note: () => {
         const focused = document.activeElement
-        const reached = focused.type === 'radio' ? focused.name : focused
+        const reached = window.place(focused)
         const again = window.reached.has(reached) && focused !== document.body &&
             !focused.closest('[data-testid=stDataFrame]')  // Tab goes from cell to cell, and out at the last column
         window.reached.add(reached)

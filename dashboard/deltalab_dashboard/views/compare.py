@@ -77,7 +77,12 @@ def page(store: Store) -> None:
     if not studies:
         st.info(NOTHING_YET)
         return
-    kind = st.radio("Compare", STUDIES_OR_ARMS, horizontal=True, key="what", bind="query-params")
+    columns = st.columns([5, 1], vertical_alignment="bottom")
+    kind = columns[0].radio("Compare", STUDIES_OR_ARMS, horizontal=True, key="what", bind="query-params")
+    # Streamlit forgets the address of a switch that moves on the page: this one stands above all that comes and goes.
+    bands = columns[1].toggle(
+        "Bands", False, key="bands", bind="query-params", help="The interval of each curve's mean."
+    )
     columns = st.columns(2)
     labels = {label(row): row for row in studies if not row.hidden or row.id == st.session_state.get(STUDY)}
     first = next((text for text, row in labels.items() if row.id == st.session_state.get(STUDY)), next(iter(labels)))
@@ -102,7 +107,7 @@ def page(store: Store) -> None:
         st.info("They have no task in common, so there are no verdicts and curves side by side.")
         return
     verdicts(tasks, sides)
-    curves(store, tasks, sides)
+    curves(store, tasks, sides, bands=bands)
 
 
 def further(store: Store, labels: dict[str, ListedStudy], left: Choice, right: Choice) -> list[Choice]:
@@ -250,8 +255,8 @@ def arm_rows(task: str, sides: Sequence[Choice]) -> Iterator[dict[str, str]]:
         yield {name: line.get(name, "") for name in names}
 
 
-def curves(store: Store, tasks: Sequence[str], sides: Sequence[Choice]) -> None:
-    """Draws the curves of the sides for a metric that was measured on all of them."""
+def curves(store: Store, tasks: Sequence[str], sides: Sequence[Choice], *, bands: bool) -> None:
+    """Draws the curves of the sides for a metric that was measured on all of them, with bands or without."""
     st.subheader("Curves", anchor="curves")
     left = sides[0]
     of_sides = [
@@ -263,7 +268,7 @@ def curves(store: Store, tasks: Sequence[str], sides: Sequence[Choice]) -> None:
     if not tasks:
         st.info("They have no metric in common yet.")
         return
-    columns = st.columns([2, 2, 2, 1], vertical_alignment="bottom")
+    columns = st.columns(3)
     task = columns[0].selectbox("Task", tasks, key="task", bind="query-params")
     judged = left.table(task).metric
     names = {name for of_task, name, _ in measured if of_task == task}
@@ -272,7 +277,6 @@ def curves(store: Store, tasks: Sequence[str], sides: Sequence[Choice]) -> None:
     names = {name for of_task, of_metric, name in measured if (of_task, of_metric) == (task, metric)}
     splits = sorted(names, key=lambda name: (name != "validation", name))
     split = columns[2].selectbox("Split", splits, key="split", bind="query-params")
-    bands = columns[3].toggle("Bands", key="bands", bind="query-params")
     if left.arm:
         lines = [(side, [side.arm] if side.arm else []) for side in sides]
     else:
