@@ -77,10 +77,10 @@ def page(store: Store) -> None:
     if not studies:
         st.info(NOTHING_YET)
         return
-    columns = st.columns([5, 1], vertical_alignment="bottom")
-    kind = columns[0].radio("Compare", STUDIES_OR_ARMS, horizontal=True, key="what", bind="query-params")
+    head = st.columns([5, 1], vertical_alignment="bottom")
+    kind = head[0].radio("Compare", STUDIES_OR_ARMS, horizontal=True, key="what", bind="query-params")
     # Streamlit forgets the address of a switch that moves on the page: this one stands above all that comes and goes.
-    bands = columns[1].toggle(
+    bands = head[1].toggle(
         "Bands", False, key="bands", bind="query-params", help="The interval of each curve's mean."
     )
     columns = st.columns(2)
