@@ -80,9 +80,7 @@ def page(store: Store) -> None:
     head = st.columns([5, 1], vertical_alignment="bottom")
     kind = head[0].radio("Compare", STUDIES_OR_ARMS, horizontal=True, key="what", bind="query-params")
     # Streamlit forgets the address of a switch that moves on the page: this one stands above all that comes and goes.
-    bands = head[1].toggle(
-        "Bands", False, key="bands", bind="query-params", help="The interval of each curve's mean."
-    )
+    bands = head[1].toggle("Bands", False, key="bands", bind="query-params", help="The interval of each curve's mean.")
     columns = st.columns(2)
     labels = {label(row): row for row in studies if not row.hidden or row.id == st.session_state.get(STUDY)}
     first = next((text for text, row in labels.items() if row.id == st.session_state.get(STUDY)), next(iter(labels)))
