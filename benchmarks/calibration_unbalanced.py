@@ -129,7 +129,8 @@ def unbalanced_tuned(bench: Bench) -> Iterator[dict[str, Any]]:
     for name, sd, loss in (("alike", 1.0, 1.0), ("base with a third of the sd", 1 / 3, 0.0)):
         error = 0
         for _ in range(studies):
-            base, *arms = (_tuned(bench.random, n, noise) for n, noise in ((OF_BASE, sd), (SEEDS, 1.0), (SEEDS, 1.0)))
+            sizes = ((OF_BASE, sd), (SEEDS, 1.0), (SEEDS, 1.0))
+            base, *arms = (_tuned(bench.random, n, noise, loss) for n, noise in sizes)
             error += any(difference.p <= ALPHA for difference in compare_groups([Groups(arm, base) for arm in arms]))
         yield {"scores": name, "loss": loss, "studies": studies, "error": error / studies}
 

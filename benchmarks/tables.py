@@ -593,6 +593,22 @@ def study_overhead() -> list[str]:
     return table(header, rows)
 
 
+def calibration_of_unbalanced() -> list[str]:
+    """Lists the error of studies whose base has more seeds, and that by relabelling without Welch's test."""
+    results = load("calibration")
+    rows = [[r["scores"], f"{r['error']:.3f}", f"{r['relabelling_alone']:.3f}"] for r in results["unbalanced_error"]]
+    rows += [[f"{r['scores']}; 2 arms, 3 candidates", f"{r['error']:.3f}", ""] for r in results["unbalanced_tuned"]]
+    return table(["scores", "error", "alone"], rows)
+
+
+def calibration_of_unbalanced_power() -> list[str]:
+    """Lists how often studies whose base has more seeds find an arm off by 2 sd, beside pairs with as many runs."""
+    results = load("calibration")["unbalanced_power"]
+    runs = f"{results[0]['runs_unbalanced']} runs", f"{results[0]['runs_pairs']} runs"
+    rows = [[f"{row['correlation']:g}", f"{row['unbalanced']:.2f}", f"{row['pairs']:.2f}"] for row in results]
+    return table(["correlation", f"6 seeds an arm, 16 of the base: {runs[0]}", f"7 pairs: {runs[1]}"], rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     make.__name__: make
     for make in (
@@ -621,6 +637,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         calibration_of_early_decisions,
         calibration_over_tasks,
         calibration_of_power_over_tasks,
+        calibration_of_unbalanced,
+        calibration_of_unbalanced_power,
         calibration_of_ladders,
         calibration_of_tau,
     )
