@@ -307,6 +307,7 @@ def test_a_deadline_is_for_each_of_those_who_share_the_time(lab: Path, monkeypat
         assert one.error is not None
         assert one.error.splitlines()[-1].endswith("deadline of 10 s, at step 3 of 6")
     assert now == [35.0], "none of them is tried again alone"
+    assert len({one.started_at for one in records}) == 1, "a stack starts once"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 
@@ -25,6 +26,22 @@ from deltalab.training.train import RunResult, TrialResult, disk, is_of_disk, sa
 
 class Deadline(RuntimeError):
     """A trial took longer than the study allows."""
+
+
+class Start(NamedTuple):
+    """When a stack began. The time of day is read once, so that a clock that jumps changes no duration.
+
+    Attributes:
+        of_day: Unix seconds.
+        monotonic: The time of `time.monotonic`.
+    """
+
+    of_day: float
+    monotonic: float
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(time.time(), time.monotonic())
 
 
 def execute(
@@ -54,7 +71,7 @@ def execute(
     Raises:
         Lost: Weights or checkpoints cannot be read or written, or an engine was killed.
     """
-    began = time.monotonic()
+    began = Start.now()
     try:
         results = _train(stack, runs, threads, watch, on, beat)
         beat("saving weights")
@@ -79,12 +96,12 @@ def _traceback(error: BaseException) -> str:
 
 def failed(job: Job, error: str) -> TrialRecord:
     """Makes the record of a trial whose worker died."""
-    return _record(job, time.monotonic(), 1, error=error)
+    return _record(job, Start.now(), 1, error=error)
 
 
 def infeasible(job: Job, reason: str) -> TrialRecord:
     """Makes the record of a candidate that makes no model, so that nothing ran."""
-    return replace(_record(job, time.monotonic(), 1, error=reason), state="infeasible", seconds=0.0)
+    return replace(_record(job, Start.now(), 1, error=reason), state="infeasible", seconds=0.0)
 
 
 def _train(
@@ -188,7 +205,7 @@ def _load_plugins(job: Job) -> None:
             raise InputError(f"{kind} '{name}' in {plugin.file} is not what the study was planned with")
 
 
-def _finished(job: Job, began: float, sharing: int, result: TrialResult, runs: Path) -> TrialRecord:
+def _finished(job: Job, began: Start, sharing: int, result: TrialResult, runs: Path) -> TrialRecord:
     """The record of a trial that has trained, with its weights on disk."""
     try:
         return _record(job, began, sharing, result=result, runs=_with_weights(job, result, runs))
@@ -216,18 +233,15 @@ def _with_weights(job: Job, result: TrialResult, runs: Path) -> list[RunRecord]:
 
 def _record(
     job: Job,
-    began: float,
+    began: Start,
     sharing: int,
     *,
     result: TrialResult | None = None,
     runs: list[RunRecord] | None = None,
     error: str | None = None,
 ) -> TrialRecord:
-    """Makes the record of a trial that began at `began`. The `sharing` trials of its stack share the time equally.
-
-    The time of day is read once and `began` is monotonic, so that a clock that jumps changes no duration.
-    """
-    finished, seconds = time.time(), time.monotonic() - began
+    """Makes the record of a trial that began at `began`. The `sharing` trials of its stack share the time equally."""
+    seconds = time.monotonic() - began.monotonic
     rule = job.config["rule"]["name"]
     digest = next(digest for kind, name, _, digest in job.plugins if (kind, name) == ("rule", rule))
     return TrialRecord(
@@ -238,8 +252,8 @@ def _record(
         config=job.config,
         state="done" if error is None else "failed",
         error=error,
-        started_at=finished - seconds,
-        finished_at=finished,
+        started_at=began.of_day,
+        finished_at=began.of_day + seconds,
         seconds=seconds / sharing,
         parameters=result.parameters if result else None,
         state_size=result.state_size if result else None,
