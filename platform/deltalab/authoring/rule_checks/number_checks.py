@@ -420,6 +420,41 @@ def gate_gradients(rule: UpdateRule) -> Iterator[Measurement]:
             yield Measurement(float(count), f"{what}, first with respect to {source}," if count else f"{what},")
 
 
+def transitions(rule: UpdateRule, x: Inputs) -> Iterator[Tensor]:
+    """Yields the transition of each state [B, H, K, K], as the recurrence of one token applies it.
+
+    Args:
+        rule: A rule of the algebra.
+        x: The inputs of one token, with the state before it, or None for the rule's start. V is at least the width K of
+            the state's keys.
+    """
+    states = x.state or rule.start(x.k, x.v)
+    width = states[0].shape[2]
+    basis = torch.eye(width, states[0].shape[3], dtype=torch.float64).expand(*states[0].shape)
+    for i in range(rule.states):
+        after, offset = (
+            run(rule, x.span(0, state=(*states[:i], start, *states[i + 1 :])), "recurrent")[1][i]
+            for start in (basis, torch.zeros_like(basis))
+        )
+        yield (after - offset)[..., :width]
+
+
+def turns(rule: UpdateRule) -> bool:
+    """Returns whether a token may rotate the state: by a free low rank, or by several steps together."""
+    return rule.transition is not None and (rule.transition.steps > 1 or rule.transition.low_rank == "free")
+
+
+def outside(rule: UpdateRule, spectrum: Tensor) -> Tensor:
+    """Returns how far each eigenvalue of a spectrum lies outside of the rule's declared range.
+
+    Where a token may rotate the state, eigenvalues may be complex, but may not stretch the state.
+    """
+    low, high = rule.eigenvalues
+    excess = spectrum.abs() - max(abs(low), abs(high)) if turns(rule) else spectrum.imag.abs()
+    distance: Tensor = excess.clamp_min(0) + (low - spectrum.real).clamp_min(0) + (spectrum.real - high).clamp_min(0)
+    return distance
+
+
 def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
     """Measures how far the eigenvalues of one token's transition leave the declared range.
 
@@ -439,14 +474,8 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
     lowest, highest = math.inf, -math.inf
     for x, cause in [(extreme, ""), (many, ""), *longer_keys]:
         x = dataclasses.replace(x, v=torch.zeros_like(x.v))
-        states = rule.start(x.k, x.v)
-        basis = torch.eye(width, states[0].shape[3], dtype=torch.float64).expand(*states[0].shape)
-        for i in range(rule.states):
-            after, offset = (
-                run(rule, x.span(0, state=(*states[:i], start, *states[i + 1 :])), "recurrent")[1][i]
-                for start in (basis, torch.zeros_like(basis))
-            )
-            transition, state_name = (after - offset)[..., :width], " of the second state" * i
+        for i, transition in enumerate(transitions(rule, x)):
+            state_name = " of the second state" * i
             wrong = int((~transition.isfinite()).sum())
             if wrong:  # LAPACK may crash the process on values that are not finite
                 reason = _growth(rule, x) or "an operand is not finite: a division by 0, an overflow, or 0 * inf"
@@ -455,12 +484,7 @@ def eigenvalues(rule: UpdateRule) -> Iterator[Measurement]:
                 )
                 continue
             spectrum = torch.linalg.eigvals(transition)
-            real = spectrum.real
-            # A free low rank may rotate the state, and so may several steps even if no single step rotates it. Neither
-            # may stretch the state.
-            may_turn = rule.transition is not None and (rule.transition.steps > 1 or rule.transition.low_rank == "free")
-            excess = spectrum.abs() - max(abs(low), abs(high)) if may_turn else spectrum.imag.abs()
-            distance = excess.clamp_min(0) + (low - real).clamp_min(0) + (real - high).clamp_min(0)
+            real, distance, may_turn = spectrum.real, outside(rule, spectrum), turns(rule)
             modulus = float(spectrum.abs().max()) if may_turn else 0.0
             lowest, highest = min(lowest, float(real.min()), -modulus), max(highest, float(real.max()), modulus)
             interval = f"{real.min():.3g} to {real.max():.3g}"
