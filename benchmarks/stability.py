@@ -40,6 +40,7 @@ from deltalab.training.trainer import LockStep
 
 Figure = dict[str, Any]
 HERE = Path(__file__).parent
+RULES = ("rla", "rdn")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 WIDTHS = (32, 64, 128)
 TRAINED = 50
@@ -101,14 +102,14 @@ def activations() -> Iterator[Figure]:
     """Measures the outputs of `rla` and `rdn`, with and without clipping and the unit norm of q and k."""
     task = deltalab.get_task("text", length=LENGTHS[0])
     tokens = replace(task, length=LENGTHS[-1]).batch("validation", 1, 0, 0, torch.device("cpu")).inputs
-    for name in ("rla", "rdn"):
+    for name in RULES:
         for width in WIDTHS:
             for arm, knobs in ARMS.items():
                 model = {"rule": {"name": name, **knobs}, "d_model": width, "layers": 2, "heads": 2}
-                for step, runs in trained(task, model, [0, TRAINED], range(2), batch_size=8, lr=4e-3):
+                for step, runs in trained(task, model, [0, TRAINED], range(2), batch_size=4, lr=4e-3):
                     for result in runs:
                         losses = [value for _, metric, _, value in result.metrics if metric == "loss"]
-                        for precision in PRECISIONS if result.seed == 0 else ("fp32",):
+                        for precision in PRECISIONS if step and result.seed == 0 else ("fp32",):
                             dtype = torch.float64 if precision == "fp64" else torch.float32
                             network = loaded(task, model, result.weights, dtype)
                             rms = sizes(network, tokens, bf16=precision == "bf16")
@@ -148,10 +149,10 @@ def conditions(rule: Any, x: Inputs) -> Tensor:
 @torch.no_grad()
 def systems() -> Iterator[Figure]:
     """Measures the condition numbers of `gka` on the states of a model at several steps of its training, in fp64."""
-    task = deltalab.get_task("text", length=128)
+    task = deltalab.get_task("text", length=64)
     tokens = task.batch("validation", 4, 0, 0, torch.device("cpu")).inputs
     for name, knobs in RIDGES.items():
-        model = {"rule": {"name": "gka", **knobs}, "d_model": 64, "layers": 2, "heads": 2}
+        model = {"rule": {"name": "gka", **knobs}, "d_model": 32, "layers": 2, "heads": 2}
         for step, runs in trained(task, model, [0, 10, 30, 100], range(2), batch_size=4, lr=4e-3):
             for result in runs:
                 with scanned() as found:
@@ -232,8 +233,8 @@ def draw(held: Figure, folder: Path) -> None:
         plt.close(fig)
 
     figures = held["activations"]["figures"]
-    fig, axes = plt.subplots(2, len(WIDTHS), figsize=(12, 6.5), sharex=True, sharey=True, layout="constrained")
-    for row, name in zip(axes, ("rla", "rdn"), strict=True):
+    fig, axes = plt.subplots(2, len(WIDTHS), figsize=(12, 6.5), sharex=True, sharey="row", layout="constrained")
+    for row, name in zip(axes, RULES, strict=True):
         for axis, width in zip(row, WIDTHS, strict=True):
             for color, arm in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), ARMS, strict=True):
                 for step, style in ((0, ":"), (TRAINED, "-")):
@@ -244,6 +245,8 @@ def draw(held: Figure, folder: Path) -> None:
                             label = f"{arm}, {'start' if step == 0 else 'trained'}" if f["seed"] == 0 else None
                             axis.plot(LENGTHS, rms, style, color=color, label=label, alpha=0.8)
             axis.set(xscale="log", yscale="log", title=f"{name}, K = {width // 2}", xlabel="tokens")
+            axis.set_xticks(LENGTHS, list(map(str, LENGTHS)), minor=False)
+            axis.tick_params(axis="x", which="minor", labelbottom=False)
             axis.grid(alpha=0.3)
         row[0].set_ylabel("RMS of the output before its norm")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -260,7 +263,7 @@ def draw(held: Figure, folder: Path) -> None:
         axis.axhline((1 + ridge) / ridge, color=color, ls=":")
     axis.set(xscale="log", yscale="log", xlabel="step of the training + 1", ylabel="condition number")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small", ncols=2)
+    fig.legend(fontsize="small", ncols=4, loc="outside lower center")
     saved(fig, "systems")
 
     rules = sorted({f["rule"] for f in held["spectra"]["figures"]}, reverse=True)
