@@ -23,7 +23,7 @@ MOST_COMPUTED = 2**21
 A larger block is counted without numbers, on PyTorch's device `meta`, which takes longer for small blocks and no memory
 for large ones."""
 
-MOST_WRITTEN = 2**26
+MOST_WRITTEN = 2**24
 """The most elements that the operators of a pass of one block write on a CPU. A larger pass is made without numbers."""
 
 MOST_CALLS = 10_000

@@ -22,7 +22,7 @@ _known: dict[tuple[str, int], int] = {}
 _sizes: dict[str, int] = {}
 
 
-def dead_parameters(model: ModelSpec, length: int) -> int | None:
+def dead_parameters(model: ModelSpec, length: int, *, retried: bool = True) -> int | None:
     """Counts the elements of the blocks' parameters whose gradient is zero, whatever `length` tokens a model reads.
 
     A layer makes the parameters of every gate and vector that its rule declares. If a study switches off what they act
@@ -31,18 +31,19 @@ def dead_parameters(model: ModelSpec, length: int) -> int | None:
     Args:
         model: The specification of the model.
         length: The tokens of a sequence. A block reads fewer if these reach all of its parameters.
+        retried: Whether a block with dead parameters after few tokens may read all of them.
 
     Returns:
         The number of elements, over all blocks; None if a block has more than `MOST_COUNTED` parameters, if some are
-        dead after few tokens and the sequence has more than `MOST_TOKENS`, and on a machine with a GPU for a module of
-        another author. What the model raises when it runs passes through.
+        dead after few tokens and the sequence has more than `MOST_TOKENS` or may not be read, and on a machine with a
+        GPU for a module of another author. What the model raises when it runs passes through.
     """
     kinds = model.kinds()
     if any(_size(block) > MOST_COUNTED for _, block in kinds):
         return None
     if model.foreign() and torch.cuda.is_available():
         return None  # a module may run on GPUs alone
-    dead = [_of_block(block, length) for _, block in kinds]
+    dead = [_of_block(block, length, retried) for _, block in kinds]
     return sum(count * (n or 0) for (count, _), n in zip(kinds, dead, strict=True)) if None not in dead else None
 
 
@@ -59,10 +60,10 @@ def _size(block: ModelSpec) -> int:
     return _sizes[key]
 
 
-def _of_block(block: ModelSpec, length: int) -> int | None:
+def _of_block(block: ModelSpec, length: int, retried: bool) -> int | None:
     """Counts in one block: after `TOKENS` tokens, and after all of them if these leave any parameter dead."""
     dead = _counted(block, min(length, TOKENS))
-    if dead and length > MOST_TOKENS:
+    if dead and length > TOKENS and (length > MOST_TOKENS or not retried):
         return None
     return dead and _counted(block, length)
 

@@ -11,6 +11,7 @@ from tests.support.folders import ROOT
 
 import deltalab
 from deltalab import InputError
+from deltalab.models import costs
 from deltalab.models.costs import CostCounter
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
@@ -126,6 +127,34 @@ def test_a_model_of_many_blocks_is_not_timed(trainers: list[ModelSpec]) -> None:
     found = estimate(make_plan(deep))
     assert not trainers
     assert found.how == "No time is known: a step of each arm takes more than a plan spends on timing it."
+
+
+def test_a_long_window_is_counted_without_numbers_and_not_timed(
+    trainers: list[ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = list[str]()
+    count_on = costs._count_on
+
+    def told(device: torch.device, model: ModelSpec, length: int | None) -> costs._Blocks:
+        devices.append(device.type)
+        return count_on(device, model, length)
+
+    monkeypatch.setattr(costs, "_count_on", told)
+    rule = {"name": "window_linear", "window": 2**20}
+    long = load_study(ROOT / "studies" / "mqar_capacity.yaml", overrides={"base.rule": rule, "arms": {}})
+    found = estimate(make_plan(long))
+    assert not trainers
+    assert devices[:2] == ["cpu", "meta"]
+    assert found.arms[0].state_size is not None
+    assert found.arms[0].state_size > 2**20
+
+
+def test_parameters_that_do_nothing_are_looked_for_until_enough_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("quickstart")
+    known = [arm.dead_parameters for arm in estimate(plan).arms]
+    assert None not in known
+    monkeypatch.setattr(estimates, "MOST_WRITTEN", 1000)
+    assert {arm.dead_parameters for arm in estimate(plan).arms} == {None}
 
 
 def test_nothing_is_timed_for_a_gpu(no_gpu: None, trainers: list[ModelSpec]) -> None:

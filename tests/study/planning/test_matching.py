@@ -128,7 +128,7 @@ def test_the_nearest_of_all_values_is_among_those_tried(target: int, start: int,
             raise InputError("makes no model")
         return float(min(value, most) ** power)
 
-    tried = _amounts_near(target, start, size)
+    tried = _amounts_near(target, start, 10**6, size)
     within_reach = [abs(size(value) - target) for value in range(1, max(tried) + 1) if value not in none]
     assert min(abs(found - target) for found in tried.values()) == min(within_reach)
 
@@ -297,3 +297,16 @@ def test_a_rule_that_does_not_run_is_named(plan: Callable[..., Plan]) -> None:
 
 def test_the_schema_describes_a_match() -> None:
     assert [*schema()["$defs"]["Match"]["properties"]] == ["state", "cache", "parameters", "flops", "scale"]
+
+
+def test_no_value_over_the_limit_of_a_dimension_is_tried() -> None:
+    tried = list[int]()
+
+    def size(value: int) -> float:
+        tried.append(value)
+        if value > 64:
+            raise InputError("makes no model")
+        return float(value)
+
+    assert _amounts_near(100, 64, 64, size) == {64: 64.0, 32: 32.0}
+    assert max(tried) == 64

@@ -8,7 +8,7 @@ import torch
 
 from deltalab.errors import InputError
 from deltalab.models.costs import CostCounter, ModelCosts
-from deltalab.models.dead_parameters import dead_parameters, tried_elements
+from deltalab.models.dead_parameters import MOST_TOKENS, ROWS, TOKENS, dead_parameters, tried_elements
 from deltalab.statistics.joint_test import ALPHA, smallest_p
 from deltalab.statistics.unbalanced import RELABELLINGS
 from deltalab.study.forecast.arm_times import naming, step_times
@@ -128,7 +128,7 @@ def estimate(
 
 def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int | None]], list[Training]]:
     """Returns the model costs, the number of dead parameters and the training of each arm."""
-    counter, costs, trainings, tried = CostCounter(), [], [], 0
+    counter, costs, trainings, tried, written = CostCounter(), [], [], 0, 0.0
     counted: dict[tuple[str, int], tuple[ModelCosts, int | None]] = {}
     for arm in plan.arms:
         task = plan.tasks[arm.task]
@@ -138,9 +138,10 @@ def _counted(plan: Plan) -> tuple[list[tuple[ModelCosts, int | None]], list[Trai
             with naming(plan, arm):
                 cost = counter.costs(model, task.length)  # refuses a model that would take long below
                 tried += tried_elements(model)
-                few = tried <= MOST_TRIED and len(counted) < MOST_MODELS
-                few = few and cost.written_per_token / model.depth <= MOST_WRITTEN
-                dead = dead_parameters(model, task.length) if few else None
+                short, long = (ROWS * min(task.length, n) * cost.written_per_token for n in (TOKENS, MOST_TOKENS))
+                few = tried <= MOST_TRIED and len(counted) < MOST_MODELS and written + short <= MOST_WRITTEN
+                dead = dead_parameters(model, task.length, retried=written + long <= MOST_WRITTEN) if few else None
+                written += (short if few else 0) + (long if few and dead != 0 else 0)
                 counted[key] = cost, dead
         cost, _ = counted[key]
         costs.append(counted[key])

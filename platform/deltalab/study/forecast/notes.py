@@ -16,8 +16,8 @@ from deltalab.study.specs.setting_paths import training_part
 
 MOST_TRIED = 2**25
 """The parameters of all blocks in which a plan looks for some that do nothing, which takes a second or two."""
-MOST_WRITTEN = 2**22
-"""The elements that a block writes for each token, up to which a plan looks for its parameters that do nothing."""
+MOST_WRITTEN = 2**27
+"""The elements that the models write in which a plan looks for them, which takes up to 4 s."""
 MOST_MODELS = 64
 """The different models in which a plan looks for them, which takes 10 ms each on a core of its own."""
 
@@ -54,7 +54,7 @@ def _dead(plan: Plan, costs: list[ArmCost]) -> list[str]:
     known = [cost for cost, arm in zip(costs, plan.arms, strict=True) if arm.is_base or not plan.spec.search]
     notes = (
         f"{cost.arm}: parameters that do nothing are not counted in blocks of over {MOST_COUNTED:,} parameters, nor in "
-        f"the blocks after the first {MOST_TRIED:,}."
+        f"the blocks after the first {MOST_TRIED:,}, nor after {MOST_WRITTEN:,} elements that models wrote."
         if cost.dead_parameters is None
         else dead_parameters_text(cost.arm, cost.dead_parameters, cost.parameters)
         for cost in known

@@ -33,9 +33,10 @@ MOST_TIMED_BYTES = 2**28
 """The most memory of a timed stack: 4 numbers for each parameter, and for each token of the batch 40 d_model in each
 layer and 3 logits."""
 
-MOST_TIMED_WRITTEN = 2**30
+MOST_TIMED_WRITTEN = 2**25
 """The most elements that the operators of a forward pass of a timed stack write. Some rules write far more than the
-width of their model, such as products of all pairs of tokens by channel."""
+width of their model, such as products of all pairs of tokens by channel, or the keys and values of a long window.
+A batch that writes more is timed on fewer sequences."""
 
 MOST_TIMED_LENGTH = 2**14
 """The most tokens of a timed sequence. A rule may take its chunks one by one, so that a long sequence takes long."""
@@ -82,7 +83,8 @@ def timed_step(training: Training) -> float | None:
         of the training pass through.
     """
     spec, length = training.spec, training.task.length
-    short = replace(spec, batch_size=min(spec.batch_size, max(1, MOST_TIMED_TOKENS // length)), steps=3, evaluations=1)
+    tokens = min(MOST_TIMED_TOKENS, MOST_TIMED_WRITTEN / max(1.0, training.written_per_token))
+    short = replace(spec, batch_size=min(spec.batch_size, max(1, int(tokens // length))), steps=3, evaluations=1)
     most = _timeable(replace(training, spec=short))
     if not most:
         return None

@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deltalab.errors import InputError, unknown
+from deltalab.gate import MOST_WIDTH
 from deltalab.models.block import swiglu_width
 from deltalab.models.costs import CostCounter
-from deltalab.models.spec import ModelSpec
+from deltalab.models.parts.limits import MOST
+from deltalab.models.spec import MOST_EXPANDED, ModelSpec
 from deltalab.own_module import OwnModule, is_path
+from deltalab.rule import MOST_KNOB
 from deltalab.study.specs.sections.budget import Bound, Match
 from deltalab.study.specs.sections.search_space import Search
 from deltalab.study.specs.setting_paths import model_part
@@ -184,7 +187,9 @@ class _Goal:
     def nearest(self, config: Config) -> Config:
         """The configuration with the value of the dimension that comes nearest; itself if no value comes nearer."""
         start = _value(config, self.path)
-        amounts = _amounts_near(self.target, start, lambda value: self.count(_scaled(config, self.path, value)))
+        amounts = _amounts_near(
+            self.target, start, _most(config, self.path), lambda value: self.count(_scaled(config, self.path, value))
+        )
         counted = [amounts[value] for value in sorted(amounts)]
         if counted[0] == counted[-1] or any(a > b for a, b in itertools.pairwise(counted)):
             does = "does" if self.quantity in ("state", "cache") else "do"
@@ -284,16 +289,17 @@ def dimensions(config: Config) -> list[str]:
     return paths
 
 
-def _amounts_near(target: float, start: int, count: Callable[[int], float]) -> dict[int, float]:
+def _amounts_near(target: float, start: int, most: int, count: Callable[[int], float]) -> dict[int, float]:
     """Counts a quantity at several values of a dimension, one of which comes nearest to the target.
 
-    `count` must grow with the value, and raises `InputError` at a value that makes no model; `start` makes one.
+    `count` must grow with the value, and raises `InputError` at a value that makes no model; `start` makes one, and no
+    value over `most` does.
     """
     amounts = {start: count(start)}
 
     def first_from(value: int, last: int, otherwise: float = math.inf) -> float:
         """Counts at the first value up to `last` that makes a model; returns `otherwise` if no value makes one."""
-        for tried in range(value, last + 1):
+        for tried in range(value, min(last, most) + 1):
             try:
                 amounts[tried] = amounts[tried] if tried in amounts else count(tried)
             except InputError:
@@ -315,6 +321,8 @@ def _amounts_near(target: float, start: int, count: Callable[[int], float]) -> d
         low, high, below, above = (low, guess, below, amount) if amount >= target else (guess, high, amount, above)
     if len(amounts) == 1:
         first_from(2 * start, 4 * start)  # A second value shows whether the quantity grows.
+    if len(amounts) == 1:
+        first_from(max(1, start // 2), start - 1)  # The first value lies near the limit.
     return amounts
 
 
@@ -326,6 +334,16 @@ def _value(config: Config, path: str) -> int:
     if path == "model.mlp_width" and config["model"]["mlp_width"] is None:
         return swiglu_width(config["model"]["d_model"])
     return key_dim if path == "model.key_dim" else max(1, int(_at(config, path)))
+
+
+def _most(config: Config, path: str) -> int:
+    """The limit of a dimension in the form of `_value`."""
+    part, *_, name = path.split(".")
+    if path == "model.expand_v":
+        return MOST_EXPANDED * _model(config).head_dims[0]
+    if part == "model":
+        return MOST[path.removeprefix("model.")]
+    return MOST_WIDTH if name == "rank" else MOST_KNOB
 
 
 def _shown(config: Config, path: str) -> int | float:
