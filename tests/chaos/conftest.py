@@ -40,9 +40,13 @@ class Postgres:
         self.server = module.get_server(folder, cleanup_mode="delete")
         self._names = iter(range(10**6))
 
-    def fresh(self) -> str:
+    def psql(self, statement: str) -> None:
+        """Runs a statement as the server's administrator."""
+        self.server.psql(statement)
+
+    def fresh(self, options: str = "") -> str:
         name = f"lab{next(self._names)}"
-        self.server.psql(f"CREATE DATABASE {name};")
+        self.psql(f"CREATE DATABASE {name} {options};")
         return str(self.server.get_uri(database=name)).replace("postgresql://", "postgresql+psycopg://", 1)
 
     def sessions(self) -> list[psutil.Process]:
@@ -53,6 +57,11 @@ class Postgres:
                 found += [child] * (" lab" in " ".join(child.cmdline()))
         return found
 
+    def everything(self) -> list[psutil.Process]:
+        """All processes of the server."""
+        first = psutil.Process(self.pid)
+        return [first, *first.children()]
+
     @property
     def pid(self) -> int:
         pid = self.server.get_pid()
@@ -61,9 +70,8 @@ class Postgres:
 
     def kill(self, with_signal: int) -> None:
         """Kills the server, and waits until all its processes have followed it."""
-        postmaster = psutil.Process(self.pid)
-        processes = [postmaster, *postmaster.children()]
-        end(postmaster, with_signal)
+        processes = self.everything()
+        end(processes[0], with_signal)
         until = time.monotonic() + 30
         while any(map(_runs, processes)):
             assert time.monotonic() < until, processes
