@@ -223,10 +223,11 @@ class _Copy:
         statement = f"INSERT INTO {table.name} ({names}) {source} ON CONFLICT DO NOTHING"
 
         def insert(part: Sequence[Row[Any]]) -> None:
-            columns = [list(values) for values in zip(*part, strict=True)]
-            for values, column in zip(columns, table.c, strict=True):
+            columns: list[Sequence[Any]] = [*zip(*part, strict=True)]
+            for i, column in enumerate(table.c):
                 for key in column.foreign_keys:
-                    values[:] = [self._id(table, key, number) for number in values]
+                    ids = {number: self._id(table, key, number) for number in set(columns[i])}
+                    columns[i] = [*map(ids.__getitem__, columns[i])]
             rows = tuple(map(_array, columns)) if by_column else [*zip(*columns, strict=True)]
             self._writer.exec_driver_sql(statement, rows)
 
