@@ -31,6 +31,7 @@ def test_a_driver_that_stands_still(seed: int, right: Right, postgres: Postgres,
             end(process, signal.SIGCONT)
             events += 1
         one.finish(process)
+        assert one.commands == 1, "it ended, and had to be given again"
         tell("PostgreSQL: driver stopped", seed=seed, events=events, commands=one.commands, **right.row(one))
         right.demand(one)
 
@@ -55,6 +56,7 @@ def test_a_server_that_stands_still(
             events += bool(stopped)
             time.sleep(rng.uniform(0, 1))
         one.finish(process)
+        assert one.commands == 1, "it ended, and had to be given again"
         kind = f"PostgreSQL: {'server' if whole else 'sessions'} stopped"
         tell(kind, seed=seed, events=events, commands=one.commands, **right.row(one))
         right.demand(one)
@@ -78,6 +80,7 @@ def test_a_server_that_takes_no_connections_for_a_while(
             events += 1
             time.sleep(rng.uniform(0, 2))
         one.finish(process)
+        assert one.commands == 1, "it ended, and had to be given again"
         tell("PostgreSQL: refuses connections", seed=seed, events=events, commands=one.commands, **right.row(one))
         right.demand(one)
 
@@ -121,6 +124,7 @@ def test_a_server_whose_disk_is_full_for_a_while(
         time.sleep(rng.uniform(0, 3))
         (disk / "ballast").unlink()
         one.finish(process)
+        assert one.commands == 1, "it ended, and had to be given again"
         assert said, "the disk was not full"
         tell("PostgreSQL: disk full", seed=seed, events=1, commands=one.commands, **right.row(one))
         right.demand(one)
