@@ -168,7 +168,7 @@ def test_arms_that_were_decided_or_ended_have_an_estimate_and_no_others() -> Non
 def test_a_further_look_has_given_up_nothing() -> None:
     """Whoever adds seeds after a test that spent all of alpha does so for hopeless arms, too."""
     d = np.array([0.9, -1.1, 0.4, 1.2, -1.0, -0.3, 1.1, 0.8, -0.4, 1.4, -1.3, 0.7])
-    planned, further = (Look(6, 0.0126), Look(12, ALPHA)), (Look(6, ALPHA), Look(12, 1.05 * ALPHA))
+    planned, further = (Look(6, 0.0126), Look(12, ALPHA)), (Look(6, ALPHA, True), Look(12, 1.05 * ALPHA, True))
     (one,), (other,) = follow([d], planned), follow([d], further)
     assert one.stopped == "hopeless"
     assert (other.stopped, other.difference.n) == ("last", 12)

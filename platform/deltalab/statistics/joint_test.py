@@ -62,10 +62,12 @@ class Look:
     Attributes:
         seeds: The number of seeds.
         spent: The share of all flips that may count as decided after this look, including those of earlier looks.
+        is_last: Whether a study was to end with this look. A further look may come after it.
     """
 
     seeds: int
     spent: float
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ UNKNOWN = Difference(math.nan, math.nan, math.nan, math.nan, 0)
 
 def one_look(seeds: int, alpha: float = ALPHA) -> tuple[Look, ...]:
     """Returns the plan of a single look, after all seeds."""
-    return (Look(seeds, alpha),)
+    return (Look(seeds, alpha, is_last=True),)
 
 
 def smallest_p(n: int) -> float:
@@ -212,7 +214,7 @@ def follow(
         for j, difference in family.tested(running, looks[: k + 1]).items():
             d, low, high = by_arm[j].head(look.seeds).differences, difference.low, difference.high
             given_up = (math.inf, math.inf)
-            if look.spent < ALPHA and not afterwards:  # A look after a test that spent alpha asks for the seeds.
+            if not look.is_last and not afterwards:  # Whoever looks further asks for the seeds of all arms.
                 share = look.seeds / looks[-1].seeds
                 given_up = futility(d, difference.margin, share, ALPHA / len(by_arm), HOPELESS)
             decided = reach(difference.mean, low, high) if k < len(looks) - 1 else 0.0

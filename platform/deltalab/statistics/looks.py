@@ -14,6 +14,11 @@ from deltalab.statistics.joint_test import ALPHA, Look, flips, one_look, seeds_n
 
 FURTHER = ALPHA / 20
 """What the first further look adds to the error of a study. Each next look adds half as much as the one before."""
+IN_ALL = 1.1 * ALPHA
+"""What all looks together may err."""
+BY_CHOICE = 1.5
+"""A further look whose seeds the data choose errs at most so many times as often as one with given seeds: 1.3 to 1.46
+times in simulations (docs/decisions/017)."""
 
 
 def looks_of(seeds: int | Mapping[str, Any]) -> tuple[Look, ...]:
@@ -26,7 +31,7 @@ def looks_of(seeds: int | Mapping[str, Any]) -> tuple[Look, ...]:
     Examples:
         >>> looks = looks_of({"after": {"after": 6, "at_most": 9}, "at_most": 20})
         >>> [(look.seeds, round(look.spent, 5)) for look in looks]
-        [(6, 0.05), (9, 0.0525), (20, 0.05375)]
+        [(6, 0.05), (9, 0.04708), (20, 0.04833)]
     """
     if isinstance(seeds, int):
         return one_look(seeds)
@@ -83,18 +88,23 @@ def spread_looks(at_least: int, at_most: int, alpha: float = ALPHA) -> tuple[Loo
         Kim and DeMets 1987, the power family.
     """
     seeds = dict.fromkeys(round(at_least * (at_most / at_least) ** (i / 3)) for i in range(4))
-    return tuple(Look(n, alpha * (n / at_most) ** 1.5) for n in seeds)
+    return tuple(Look(n, alpha * (n / at_most) ** 1.5, n == at_most) for n in seeds)
 
 
 def further_look(looks: Sequence[Look], seeds: int) -> tuple[Look, ...]:
     """Adds a look, with more seeds, to those at which a study was tested.
 
+    What the flips of the last look could not spend adds to what the further look may err. After six seeds this is so
+    much that seeds chosen on the data would carry all looks together beyond `IN_ALL`, so that a part is left unspent.
+
     Args:
         looks: The looks so far, whose last spent all of the error that it was allowed.
         seeds: The seeds of the further look.
     """
-    further = sum(look.spent >= ALPHA for look in looks) - 1
-    return (*looks, Look(seeds, looks[-1].spent + FURTHER / 2**further))
+    last, further = looks[-1], sum(look.is_last for look in looks) - 1
+    used = _used(last)
+    most = used + (IN_ALL - used) / BY_CHOICE
+    return (*looks, Look(seeds, min(last.spent + FURTHER / 2**further, most), is_last=True))
 
 
 def left_error(looks: Sequence[Look]) -> float:
@@ -102,10 +112,15 @@ def left_error(looks: Sequence[Look]) -> float:
 
     Examples:
         >>> round(left_error(one_look(6)), 5), round(left_error(one_look(12)), 5)
-        (0.02125, 0.0027)
+        (0.01583, 0.0027)
     """
-    last, count = looks[-1], len(flips(looks[-1].seeds))
-    return further_look(looks, last.seeds + 1)[-1].spent - math.floor(last.spent * count * (1 + 1e-9)) / count
+    return further_look(looks, looks[-1].seeds + 1)[-1].spent - _used(looks[-1])
+
+
+def _used(look: Look) -> float:
+    """Returns the share of all flips that may count as decided after a look, in whole flips."""
+    count = len(flips(look.seeds))
+    return math.floor(look.spent * count * (1 + 1e-9)) / count
 
 
 def seeds_to_decide(

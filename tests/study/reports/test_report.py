@@ -146,7 +146,7 @@ and hold jointly.
 interval leaves out 0, and by over the margin, the margin too; equal or better, that the arm is not worse by the margin.
 - Costs are those of the tuned candidate: time per trained token, elements of state, parameters.
 - Whole study: if no arm differed from the base, at most 5% of such studies would find a difference.
-- More seeds are a further look at the same arms, which may err in 0.0056 of studies: the numbers of seeds that arms \
+- More seeds are a further look at the same arms, which may err in 0.0054 of studies: the numbers of seeds that arms \
 need count with that.
 - A proxy task of this size does not rank every method as training at scale does.
 """

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from deltalab.statistics.joint_test import ALPHA, Outcome, smallest_p
-from deltalab.statistics.looks import left_error
+from deltalab.statistics.looks import IN_ALL, left_error
 from deltalab.statistics.seed_choice import Scores
 from deltalab.store import TrialRow
 from deltalab.store.models import Stage
@@ -287,7 +287,7 @@ def _about_looks(spec: RecordedSpec, *, is_open: bool) -> Iterator[str]:
     """Yields what further looks at the same arms cost."""
     if spec.is_further_look:
         *earlier, last = spec.looks
-        tested = " and ".join(str(look.seeds) for look in earlier if look.spent >= ALPHA)
+        tested = " and ".join(str(look.seeds) for look in earlier if look.is_last)
         yield (
             f"These arms were tested with {tested} seeds before: the test with {last.seeds} is a further look, which "
             f"decides an arm at p <= {left_error(earlier):.2g} of its own."
@@ -340,7 +340,7 @@ def answer_notes(
         ]
     family = "the study's" if spec.is_one_family else "a task's"
     families = 1 if spec.is_one_family else max(1, len(spec.tasks))
-    error = spec.looks[-1].spent
+    error = IN_ALL if spec.is_further_look else spec.looks[-1].spent  # The data may have chosen its seeds.
     most = 1 - (1 - error) ** families
     score = "A seed's score is that on the test split at the last step."
     if is_choice:

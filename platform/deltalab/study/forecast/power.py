@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,8 @@ def detectable(looks: tuple[Look, ...], arms: int) -> float:
     if smallest_p(seeds) > ALPHA:
         return math.inf
     smaller = max(1.0, seeds / MOST_SEEDS)
-    by_seeds = {max(2, round(look.seeds / smaller)): look.spent for look in looks[-MOST_LOOKS:]}
-    looks = tuple(Look(seeds, spent) for seeds, spent in by_seeds.items())
+    by_seeds = {max(2, round(look.seeds / smaller)): look for look in looks[-MOST_LOOKS:]}
+    looks = tuple(replace(look, seeds=seeds) for seeds, look in by_seeds.items())
     seeds = looks[-1].seeds
     random = np.random.default_rng(0)
     least = []

@@ -13,7 +13,6 @@ from deltalab.models.costs import CostCounter
 from deltalab.models.layer_list import RULE
 from deltalab.models.spec import LATER, TIED_WIDTH, ModelSpec
 from deltalab.registry import rule_plugin, task_plugin
-from deltalab.statistics.joint_test import ALPHA
 from deltalab.study.planning.matching import Bounded, Matcher
 from deltalab.study.planning.tuning_candidates import spread_candidates
 from deltalab.study.specs.method_settings import resolve, with_values, within_flops
@@ -94,7 +93,7 @@ class Plan:
             computed["seeds"] = self.spec.trained_in_parts(is_base=False)[-1]
         if len(self.spec.looks) > 1:
             computed["looks"] = [look.seeds for look in self.spec.looks]
-        if any(look.spent > ALPHA for look in self.spec.looks):
+        if sum(look.is_last for look in self.spec.looks) > 1:  # A further look, by the rule of its day.
             computed["spent"] = [look.spent for look in self.spec.looks]
         if self.spec.seeds_of_base is not None:
             computed["seeds of base"] = self.spec.seeds_of_base
