@@ -686,6 +686,17 @@ def eigenvalues_in_use() -> list[str]:
     return table(header, rows)
 
 
+def calibration_of_margins() -> list[str]:
+    """Lists what verdicts by a margin get wrong where arms differ by the margin, and what they find elsewhere."""
+    rows = []
+    for row in load("calibration")["margins"]:
+        wrong = [f"{row[key]:.3f}" for key in ("equal_up", "equal_turns", "beyond")]
+        found = [f"{row[key]:.2f}" for key in ("equal", "different")]
+        rows.append([str(row["arms"]), str(row["seeds"]), "3" if row["tuned"] else "1", *wrong, *found])
+    wrong = "by the margin, all up: some equal", "in turns: some equal", "all up: some beyond"
+    return table(["arms", "seeds", "candidates", *wrong, "alike: equal", "3 sd off: beyond"], rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     make.__name__: make
     for make in (
@@ -714,6 +725,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         calibration_of_early_decisions,
         calibration_over_tasks,
         calibration_of_power_over_tasks,
+        calibration_of_margins,
         calibration_of_unbalanced,
         calibration_of_unbalanced_power,
         calibration_of_ladders,
