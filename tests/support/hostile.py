@@ -45,6 +45,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "niah": {"variant": 1, "length": 64, "times": [1, 2], "keys": 8},
     "mod_arithmetic": {"length_range": [3, 16], "test_range": [16, 32]},
     "digits": {},
+    "digit_patches": {},
+    "shapes": {},
 }
 
 RANGES: tuple[tuple[str, Any], ...] = (

@@ -21,6 +21,8 @@ from deltalab.tasks import BUILTIN, IGNORE, MQAR, NIAH, SPLITS, Batch, Random, T
 from deltalab.tasks import corpus as corpus_module
 from deltalab.tasks.corpus import Corpus, corpus_path, load
 from deltalab.tasks.digits import Digits
+from deltalab.tasks.images.digit_patches import DigitPatches
+from deltalab.tasks.images.shapes import Shapes
 from deltalab.tasks.kjv_jargon import FINGERPRINT, FOLDER, cut
 from deltalab.tasks.mod_arithmetic import ModArithmetic
 from deltalab.tasks.proxies.task import Proxy
@@ -41,6 +43,8 @@ TASKS = [
     pytest.param(NIAH(variant=1, length=48), id="niah_1"),
     pytest.param(NIAH(variant=3, length=100), id="niah_3"),
     pytest.param(Digits(both_ways=True), id="digits"),
+    pytest.param(DigitPatches(), id="digit_patches"),
+    pytest.param(Shapes(side=16), id="shapes"),
 ]
 
 
@@ -126,11 +130,17 @@ def test_every_ordered_choice_is_equally_likely() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_batch_has_the_stated_form(task: Task) -> None:
     batch = task.batch("train", 7, seed=3, step=5)
-    for tokens in (batch.inputs, batch.targets):
-        assert tokens.shape == (7, task.length)
-        assert tokens.dtype == torch.int64
-    assert batch.inputs.min() >= 0
-    assert batch.inputs.max() < task.vocab_size
+    assert batch.targets.shape == (7, task.length)
+    assert batch.targets.dtype == torch.int64
+    if task.patches is None:
+        assert batch.inputs.shape == (7, task.length)
+        assert batch.inputs.dtype == torch.int64
+        assert batch.inputs.min() >= 0
+        assert batch.inputs.max() < task.vocab_size
+    else:
+        assert batch.inputs.shape == (7, task.length, task.patches[2])
+        assert batch.inputs.dtype == torch.float32
+        assert batch.inputs.abs().max() <= 4
     labels = batch.targets[batch.targets != IGNORE]
     assert labels.min() >= 0
     assert labels.max() < task.vocab_size

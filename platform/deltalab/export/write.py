@@ -65,10 +65,12 @@ def export(
         tokenizer: A tokenizer as `load_tokenizer` takes it; None means that of the source.
 
     Raises:
-        InputError: If a format, a scale or a setting does not exist; if weights that are asked for do not fit; if the
-            tokenizer has more tokens than the model; if FLA cannot train an untrained model as its `base_width` asks;
-            and if `export_hf` raises one.
+        InputError: If the model reads images; if a format, a scale or a setting does not exist; if weights that are
+            asked for do not fit; if the tokenizer has more tokens than the model; if FLA cannot train an untrained
+            model as its `base_width` asks; and if `export_hf` raises one.
     """
+    if source.model.patches is not None:
+        raise InputError("a model of images has no tokens, and no format of `deltalab export` takes it")
     if to not in FORMATS:
         raise unknown("format", to, FORMATS, where="--to")
     if scale is not None:

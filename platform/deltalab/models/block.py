@@ -13,6 +13,7 @@ from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.parts.canon import CANON
 from deltalab.models.parts.depth import DepthNorm, Outputs
 from deltalab.models.parts.experts import Experts
+from deltalab.models.parts.images import scans_of
 from deltalab.models.parts.module_layer import ModuleLayer
 from deltalab.models.parts.token_shift import shifted
 from deltalab.models.spec import ROPE, ModelSpec
@@ -230,6 +231,7 @@ class Block(nn.Module):
         shrink = (2 * depth) ** -0.5
         self.norm = make_norm(spec)
         self.mixer = make_mixer(spec, depth)
+        self.scans = scans_of(spec)
         self.beside: Beside | None = None
         if (second := spec.second()) is not None:
             self.beside = Beside(make_mixer(second, depth), spec.d_model, spec.norm_eps, shrink)
@@ -265,11 +267,19 @@ class Block(nn.Module):
         if self.canon:
             return self._with_canon(x, branch, cache, cu_seqlens, first)
         x, normed = self.norm(x, branch)
-        branch, cache = self._mixed(normed, cache, cu_seqlens, first)
+        branch, cache = self._scanned(normed, cache, cu_seqlens, first)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             branch, cache = self._fed(normed, cache)
         return x, branch, cache
+
+    def _scanned(
+        self, x: Tensor, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None", first: Tensor | None
+    ) -> tuple[Tensor, LayerCache]:
+        if self.scans is None:
+            return self._mixed(x, cache, cu_seqlens, first)
+        mixed: tuple[Tensor, LayerCache] = self.scans(x, lambda scans: self._mixed(scans, None, None, first))
+        return mixed
 
     def _mixed(
         self, x: Tensor, cache: LayerCache | None, cu_seqlens: "Tensor | Sequences | None", first: Tensor | None
@@ -319,7 +329,7 @@ class Block(nn.Module):
 
         x, normed = self.norm(x, branch)
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, normed)
-        branch, cache = self._mixed(canon("A", normed), cache, packed, first)
+        branch, cache = self._scanned(canon("A", normed), cache, packed, first)
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             inner = (lambda z: canon("D", z)) if "D" in self.canon else None

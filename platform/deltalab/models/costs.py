@@ -67,7 +67,9 @@ class ModelCosts:
 
 
 def training_flops(model: ModelSpec, flops_per_token: float, length: int, scored: int) -> float:
-    """Returns the operations of matrix products in training on one sequence, with logits, forward and backward.
+    """Returns the operations of matrix products in training on one sequence, forward and backward.
+
+    Logits count, and so does the embedding of an image's patches.
 
     Args:
         model: The model.
@@ -75,7 +77,8 @@ def training_flops(model: ModelSpec, flops_per_token: float, length: int, scored
         length: The tokens of the sequence.
         scored: How many of them have logits.
     """
-    return PASSES * (flops_per_token * length + 2 * model.d_model * model.vocab_size * scored)
+    embedding = 0 if model.patches is None else 2 * model.d_model * model.patches[2] * length
+    return PASSES * (flops_per_token * length + embedding + 2 * model.d_model * model.vocab_size * scored)
 
 
 class CostCounter:
@@ -96,8 +99,9 @@ class CostCounter:
     def costs(self, model: ModelSpec, length: int) -> ModelCosts:
         """Counts a model after `length` tokens. Raises what the model raises when it is built or run."""
         kinds = [(count, self._block(block, length)) for count, block in model.kinds()]
-        # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied.
-        rows = (model.vocab_size - 1) * (1 if model.tie_embeddings else 2)
+        # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied. A
+        # class of images has a row in the output matrix alone.
+        rows = (model.vocab_size - 1) * (1 if model.tie_embeddings or model.patches else 2)
         return ModelCosts(
             parameters=kinds[0][1].ends
             + rows * model.d_model
@@ -116,7 +120,8 @@ class CostCounter:
         return sum(n * self._counted(block, length, gpu=False).flops_per_token for n, block in model.kinds())
 
     def _block(self, model: ModelSpec, length: int) -> "_Blocks":
-        if model.foreign():  # its products may grow with the tokens in any way
+        # The products of a module may grow with the tokens in any way, and a scan of an image reads all of its patches.
+        if model.foreign() or model.patches is not None:
             return self._counted(model, length)
         sample = self._counted(model, None if length > SAMPLE else length)
         return self._counted(model, length) if sample.grows else sample
@@ -190,7 +195,7 @@ def _run(network: Model, length: int, device: torch.device) -> tuple["_Counter",
     # A module of another author may well loop over its tokens, but a rule is run on few.
     few = length <= SAMPLE and not network.spec.foreign()
     with sdpa_kernel(SDPBackend.MATH), _Counter(MOST_CALLS if few else None, device) as counter:
-        _, cache = network.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
+        _, cache = network.transform(network.blank(length))
     return counter, cache
 
 

@@ -62,6 +62,8 @@ def _size(block: ModelSpec) -> int:
 
 def _of_block(block: ModelSpec, length: int, retried: bool) -> int | None:
     """Counts in one block: after `TOKENS` tokens, and after all of them if these leave any parameter dead."""
+    if block.patches is not None:  # A scan of an image reads all of its patches.
+        return None if length > MOST_TOKENS else _counted(block, length)
     dead = _counted(block, min(length, TOKENS))
     if dead and length > TOKENS and (length > MOST_TOKENS or not retried):
         return None

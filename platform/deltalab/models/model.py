@@ -15,6 +15,7 @@ from deltalab.models.block import Block, make_norm
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.parts.depth import Outputs
+from deltalab.models.parts.images import PatchEmbedding
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import Normal, Started, hidden_matrices, initialize, linear, widening
 from deltalab.ops.backends import automatic
@@ -84,12 +85,19 @@ def balance_of(caches: list[LayerCache]) -> Tensor | None:
 
 
 class Model(Started):
-    """A language model, which maps tokens [B, T] to logits [B, T, vocab]."""
+    """A language model, which maps tokens [B, T] to logits [B, T, vocab].
+
+    With `patches`, it maps images [B, T, D] to logits [B, T, classes], which `pool` makes equal at all places.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embed: nn.Embedding = Embedding(spec.vocab_size, spec.d_model)
+        self.embed: nn.Embedding | PatchEmbedding = (
+            Embedding(spec.vocab_size, spec.d_model)
+            if spec.patches is None
+            else PatchEmbedding(spec.patches, spec.d_model, spec.positions)
+        )
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
         if spec.value_residual:
             cast(Block, self.blocks[0]).mixer.gives_values = True
@@ -171,6 +179,10 @@ class Model(Started):
         attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes `features`, and the balance loss as `balance_of` sums it, which is to be added to a mean loss."""
+        if self.spec.patches is not None:
+            if cu_seqlens is not None or attention_mask is not None:
+                raise InputError("a model of images takes no image packed or padded")
+            return self._read_images(tokens, at)
         _check_tokens(tokens)
         if self.rebuild is None:
             packing = Packing.of_padded(tokens, attention_mask, cu_seqlens)
@@ -185,6 +197,12 @@ class Model(Started):
             )
         hidden, caches = self.hidden(tokens)
         return places(self._scaled(self.rebuild(hidden)), at), balance_of(caches)
+
+    def _read_images(self, images: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        hidden, caches = self.transform(self.embed(images))
+        pooled = hidden.mean(1, keepdim=True) if self.spec.pool == "mean" else hidden[:, -1:]
+        count = hidden.shape[1] if at is None else at.shape[1]
+        return pooled.expand(-1, count, -1), balance_of(caches)
 
     @property
     def head(self) -> Tensor:
@@ -204,6 +222,8 @@ class Model(Started):
         Raises:
             InputError: Tokens or the cache do not fit, or the readout is `last`, which needs the whole sequence.
         """
+        if self.spec.patches is not None:
+            raise InputError("a model of images reads whole images, and cannot go token by token")
         _check_tokens(tokens)
         if self.rebuild is not None:
             raise InputError("model.readout is 'last': a model that rebuilds whole sequences cannot go token by token")
@@ -287,10 +307,18 @@ class Model(Started):
             return hidden
         return hidden * self.spec.tied_factor
 
+    def blank(self, length: int) -> Tensor:
+        """Embeds one sequence of equal tokens, or returns zeros for the embedding of an image, [1, length, d]."""
+        device = self.embed.weight.device
+        if self.spec.patches is not None:
+            return torch.zeros(1, length, self.spec.d_model, device=device)
+        embedded: Tensor = self.embed(torch.zeros(1, length, dtype=torch.long, device=device))
+        return embedded
+
     def cache_size(self, length: int) -> CacheSize:
         """Returns the number of elements that all layers hold for one sequence after `length` tokens."""
         with torch.no_grad():
-            _, caches = self.hidden(torch.zeros(1, length, dtype=torch.long, device=self.embed.weight.device))
+            _, caches = self.transform(self.blank(length))
         return CacheSize.summed(
             cast(Block, block).cache_size(cache) for block, cache in zip(self.blocks, caches, strict=True)
         )

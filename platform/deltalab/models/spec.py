@@ -10,6 +10,7 @@ from deltalab.models.layer_list import ATTENTION, OF_A_MIXER, RULE, Layer, besid
 from deltalab.models.parts.canon import places_in_order
 from deltalab.models.parts.experts import experts_in_full
 from deltalab.models.parts.first_values import shares_in_full
+from deltalab.models.parts.images import check_images, grid
 from deltalab.models.parts.latent import refusal
 from deltalab.models.parts.limits import whole
 from deltalab.ops.convolution import FEATURES
@@ -118,6 +119,14 @@ class ModelSpec:
         readout: `position` reads a position's logits from its own hidden state. `last` reads them by an MLP from the
             position and the last hidden state of the sequence.
         chunk_size: The tokens of a chunk in the parallel form.
+        patches: The rows and columns of an image's patches, and the numbers of a patch: inputs are then images
+            [B, rows columns, numbers], `vocab_size` counts classes, and input and output are not tied. None for tokens.
+        positions: What an embedded patch is told of its place: `learned`, or fixed sines and cosines of row and column,
+            `sincos`.
+        pool: What the class of an image is read from: the `mean` of all patches, or the `last` one.
+        bidirectional: Whether each block scans an image from its last patch to the first, too. All scans of a block
+            share its mixer, and their outputs are averaged.
+        axes: 2 if each block scans an image column by column, too; 1 for row by row alone.
 
     Raises:
         InputError: The values make no model.
@@ -166,9 +175,17 @@ class ModelSpec:
     logit_cap: float | None = field(default=None, metadata=LATER)
     readout: Literal["position", "last"] = "position"
     chunk_size: int = 64
+    patches: tuple[int, int, int] | None = field(default=None, metadata=LATER)
+    positions: Literal["learned", "sincos"] = field(default="learned", metadata=LATER)
+    pool: Literal["mean", "last"] = field(default="mean", metadata=LATER)
+    bidirectional: bool = field(default=False, metadata=LATER)
+    axes: Literal[1, 2] = field(default=1, metadata=LATER)
 
     def __post_init__(self) -> None:
         self._without_idle()
+        object.__setattr__(self, "patches", grid(self.patches))
+        if self.patches is not None:
+            object.__setattr__(self, "tie_embeddings", False)  # patches have no row for each class
         for name in ("vocab_size", "d_model", "heads", "chunk_size"):
             whole(name, getattr(self, name), least=1)
         for name in ("conv", "window", "attention_residuals"):
@@ -191,6 +208,7 @@ class ModelSpec:
                 f"model.expand_v must be a number above 0, and at most {MOST_EXPANDED}, not {self.expand_v!r}"
             )
         object.__setattr__(self, "expand_v", float(self.expand_v))  # 2 and 2.0 are one model, with one identity
+        check_images(self)
         self._check_heads()
         self._check_rope()
         self._check_output()

@@ -1,6 +1,8 @@
 """The proxy tasks: small, exactly defined problems that tell update rules apart in minutes."""
 
 from deltalab.tasks.digits import Digits
+from deltalab.tasks.images.digit_patches import DigitPatches
+from deltalab.tasks.images.shapes import Shapes
 from deltalab.tasks.mad.compression import Compression
 from deltalab.tasks.mad.fuzzy_recall import FuzzyRecall
 from deltalab.tasks.mad.in_context_recall import InContextRecall
@@ -31,9 +33,10 @@ _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, M
 _STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
 _RECALL = (ForgettingMQAR, CompositionalMQAR, Needles, Variables, LengthCopy)
 _PHYSICS = (Depo, Brevo, Mano, Lano)
+_IMAGES = (DigitPatches, Shapes)
 _PROXIES = (*_RECALL, *_PHYSICS, ProgramTrace, Selectiv)
 BUILTIN: dict[str, type[Task]] = {
-    task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING, *_PROXIES)
+    task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING, *_PROXIES, *_IMAGES)
 }
 
 __all__ = ["BUILTIN", "IGNORE", "MQAR", "NIAH", "SPLITS", "Batch", "Random", "Task", "Text", "surprisal"]

@@ -72,7 +72,7 @@ class TrainingBatches:
         self._table[: end - begin].copy_(ready)
 
     def draw(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws the inputs and targets of a step, [n, B, T] each.
+        """Draws the inputs and targets of a step, [n, B, T] each; inputs [n, B, T, D] if they are images.
 
         Args:
             row: The number of the step among the loaded steps, 0-dim, on the device.
@@ -80,7 +80,7 @@ class TrainingBatches:
         parts = self._table.index_select(0, row.view(1))[0].split([len(group) for group in self._groups])
         starts = [_Loaded(zip(self._streams, part.unbind(1), strict=True)) for part in parts]
         batch = self._drawn(starts, self._pools)
-        inputs, targets = (x.view(len(self.seeds), self.size, -1) for x in (batch.inputs, batch.targets))
+        inputs, targets = (x.unflatten(0, (len(self.seeds), self.size)) for x in (batch.inputs, batch.targets))
         if len(self._of_run) == len(self.seeds):
             return inputs, targets
         return inputs[self._of_run], targets[self._of_run]
@@ -127,19 +127,24 @@ class SentBatches:
     def __init__(self, task: Task, size: int, seeds: Sequence[int], device: torch.device, most: int) -> None:
         self.task = task
         self._here = TrainingBatches(task, size, seeds, torch.device("cpu"), most)
+        form = (most, len(seeds), size, task.length)
         # int32 holds any vocabulary in half the memory of int64.
-        self._sent = torch.empty(most, 2, len(seeds), size, task.length, dtype=torch.int32, device=device)
+        self._targets = torch.empty(form, dtype=torch.int32, device=device)
+        self._inputs = torch.empty_like(self._targets)
+        if task.patches is not None:
+            self._inputs = torch.empty(*form, task.patches[2], device=device)
 
     def load(self, begin: int, end: int) -> None:
         """Draws and sends the steps from `begin` up to, but not including, `end`."""
         self._here.load(begin, end)
-        drawn = [torch.stack(self._here.draw(torch.tensor(row))).int() for row in range(end - begin)]
-        self._sent[: end - begin].copy_(torch.stack(drawn))
+        drawn = [self._here.draw(torch.tensor(row)) for row in range(end - begin)]
+        for sent, parts in zip((self._inputs, self._targets), zip(*drawn, strict=True), strict=True):
+            sent[: end - begin].copy_(torch.stack([part.to(sent.dtype) for part in parts]))
 
     def draw(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the inputs and targets of a step, as `TrainingBatches.draw` does."""
-        inputs, targets = self._sent.index_select(0, row.view(1))[0].long()
-        return inputs, targets
+        inputs, targets = (sent.index_select(0, row.view(1))[0] for sent in (self._inputs, self._targets))
+        return inputs if inputs.is_floating_point() else inputs.long(), targets.long()
 
 
 class _Starts(dict[str, Tensor]):

@@ -78,7 +78,7 @@ class Digits(Task):
         return sha256(IMAGES.read_bytes()).hexdigest()
 
     def draw(self, split: str, size: int, random: Random) -> Batch:
-        images = _images(split, random.device)
+        images = images_of(split, random.device)
         drawn = images[random.integers("images", len(images), size)].long()
         pixels, digits = drawn[:, :PIXELS], drawn[:, PIXELS]
         inputs = torch.cat([pixels, pixels.flip(1)], dim=1) if self.both_ways else pixels.contiguous()
@@ -94,7 +94,7 @@ class Digits(Task):
 
 
 @cache
-def _images(split: str, device: torch.device) -> Tensor:
+def images_of(split: str, device: torch.device) -> Tensor:
     """Returns the pixels and the digit of each image of a split, uint8 [N, 65]."""
     lines = np.loadtxt(IMAGES, np.uint8, delimiter=",")
     order = sorted(range(len(lines)), key=lambda i: sha256(lines[i, :PIXELS].tobytes()).digest())

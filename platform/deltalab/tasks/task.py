@@ -35,10 +35,10 @@ _IN_WORDS: dict[type, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences of tokens, and the token to predict at each position.
+    """Sequences of tokens, and the token to predict at each position; or images, and their classes.
 
     Attributes:
-        inputs: The tokens, int64 [B, T].
+        inputs: The tokens, int64 [B, T]. For a task with `patches`, the patches of images, float32 [B, T, D].
         targets: The token to predict at each position, int64 [B, T], which is shifted already: the model predicts
             `targets[:, t]` at position t. `IGNORE` marks positions that are not scored.
     """
@@ -110,8 +110,17 @@ class Task(ABC):
             `random` alone.
             """
 
+        @property
+        def patches(self) -> tuple[int, int, int] | None:
+            """The rows and columns of an image's patches, and the numbers of a patch; None for tokens.
+
+            `length` is then rows x columns, `vocab_size` the number of classes, and the class is the target of the
+            last patch.
+            """
+
     else:
         train_examples = None
+        patches = None
 
     @property
     def margin(self) -> float:

@@ -113,6 +113,8 @@ class LockStep:
             raise InputError(f"model.vocab_size {model.vocab_size} is not task '{task.name}''s {task.vocab_size}")
         if model.readout != task.readout:
             raise InputError(f"model.readout '{model.readout}' is not task '{task.name}''s '{task.readout}'")
+        if model.patches != task.patches:
+            raise InputError(f"model.patches {model.patches} is not task '{task.name}''s {task.patches}")
         if spec.optimizer == "muon" and model.base_width is not None:
             raise InputError(
                 "train.optimizer muon does not go with model.base_width: its steps have one size at all widths"

@@ -321,7 +321,7 @@ def _share_outside(tokens: Tensor, known: Tensor) -> float:
 
 def _whole(batch: Batch) -> tuple[str, ...]:
     """Returns a hash of the inputs and targets of each row of a batch."""
-    return tuple(_hashes(torch.cat([batch.inputs, batch.targets], dim=1)))
+    return tuple(a + b for a, b in zip(_hashes(batch.inputs), _hashes(batch.targets), strict=True))
 
 
 def _examples(batch: Batch) -> list[str]:
@@ -332,7 +332,9 @@ def _examples(batch: Batch) -> list[str]:
 def _questions(batch: Batch) -> list[str]:
     """Returns a hash of each row's inputs up to the last scored position. Later inputs change no answer."""
     place = torch.arange(batch.inputs.shape[1])
-    return _hashes(torch.where(place <= last_scored(batch)[:, None], batch.inputs, IGNORE))
+    seen = place <= last_scored(batch)[:, None]
+    seen = seen.view(*seen.shape, *[1] * (batch.inputs.dim() - 2))
+    return _hashes(torch.where(seen, batch.inputs, IGNORE))
 
 
 def _hashes(rows: Tensor) -> list[str]:

@@ -47,7 +47,10 @@ def check_space(plan: Plan) -> list[str]:
             raise InputError(problem, key=f"{key}.trials")
     notes = _check_models(plan, key)
     try:
-        plan.objectives  # noqa: B018 raises for those that do not exist
+        decodes = any(objective.name == "decode_us" for objective in plan.objectives)
+        for name, planned in plan.tasks.items():
+            if decodes and planned.patches is not None:
+                raise InputError(f"objectives: decode_us times a token, and task '{name}' has images")
         named_candidates(plan)
     except InputError as error:
         raise InputError(f"{key}.{error}") from None

@@ -54,7 +54,7 @@ def resolve_method(method: Method, task: Task, counter: CostCounter | None = Non
 
     Args:
         method: The rule, the model and the training as the study's file states them.
-        task: The task, which sets `vocab_size` and `readout` of the model.
+        task: The task, which sets `vocab_size`, `readout` and `patches` of the model.
         counter: As in `resolve`.
         where: The arm, which errors name.
 
@@ -79,7 +79,7 @@ def resolve(config: Mapping[str, Any], task: Task, counter: CostCounter | None =
 
     Args:
         config: The rule, the model and the training.
-        task: The task, which sets `vocab_size` and `readout` of the model.
+        task: The task, which sets `vocab_size`, `readout` and `patches` of the model.
         counter: Counts the model where `train.flops` gives the steps, and remembers it; None for a new one.
 
     Raises:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 TRAINING = "train."
 
-OF_THE_TASK = ("vocab_size", "readout")
+OF_THE_TASK = ("vocab_size", "readout", "patches")
 """Settings of the model that the task determines."""
 FIXED = ("rule.name", *(f"model.{key}" for key in OF_THE_TASK))
 """Settings that no study tunes or searches."""
