@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -20,7 +21,7 @@ from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation import evaluate as evaluating
 from deltalab.evaluation.evaluate import evaluate
-from deltalab.evaluation.harness import HarnessOptions
+from deltalab.evaluation.harness import HarnessOptions, _index_of, index_of_tasks
 from deltalab.evaluation.model_folder import open_model
 from deltalab.evaluation.needle_questions import KINDS, questions
 from deltalab.evaluation.results import Result, write
@@ -274,6 +275,19 @@ def test_options_of_the_harness_reach_it_and_its_results(
     assert len(json.loads((tmp_path / "evaluations.json").read_text())["evaluations"]) == 2, (
         "other settings, other rows"
     )
+
+
+def test_the_index_of_tasks_is_made_anew_after_a_change_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_path: object())
+    file = tmp_path / "task.yaml"
+    file.write_text("task: a\n")
+    first = index_of_tasks([tmp_path])
+    assert index_of_tasks([tmp_path]) is first
+    os.utime(file, ns=(0, 0))
+    assert index_of_tasks([tmp_path]) is not first
+    assert index_of_tasks([]) is not index_of_tasks([tmp_path])
+    _index_of.cache_clear()
 
 
 def test_a_model_of_another_tokenizer_or_nowhere_is_one_line(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,19 +90,24 @@ def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], l
         if known.issuperset(names):
             return names, folders
     if not unseen:  # The index also knows names of lists of tags, and those that code makes.
-        known |= _all_tasks(*folders)
+        known.update(index_of_tasks(folders).all_tasks)
     for name in (*unseen, *names):
         if name not in known:
             raise _unknown(name, sorted(known))
     return names, folders
 
 
-@cache
-def _all_tasks(*folders: Path) -> frozenset[str]:
-    """The names that the harness's index has; the folders hold further tasks."""
+def index_of_tasks(folders: Sequence[Path]) -> Any:
+    """The harness's index of tasks, which takes seconds. It is made anew if a file in a folder of tasks has changed."""
+    files = sorted((str(file), file.stat().st_mtime_ns) for folder in folders for file in folder.rglob("*.y*ml"))
+    return _index_of(tuple(map(str, folders)), tuple(files))
+
+
+@lru_cache(maxsize=1)
+def _index_of(folders: tuple[str, ...], files: tuple[tuple[str, int], ...]) -> Any:
     from lm_eval.tasks import TaskManager
 
-    return frozenset(TaskManager(include_path=list(map(str, folders)) or None).all_tasks)
+    return TaskManager(include_path=list(folders) or None)
 
 
 def harness(
@@ -133,9 +138,8 @@ def harness(
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=list(map(str, folders)) or None)
+    manager = index_of_tasks(folders)
     for task in names:
         if task not in manager.all_tasks:
             raise _unknown(task, manager.all_tasks)
