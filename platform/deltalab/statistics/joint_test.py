@@ -9,7 +9,7 @@ with the largest T of the family under every flip (max-T; Westfall and Young 199
 seeds, whatever the distribution, and n seeds can reach p = 2 / 2^n however many arms there are. Without the
 constant c, an arm whose seeds hardly differ would dominate the maximum (Tusher, Tibshirani and Chu 2001). No flip
 changes c, which is about the sd of one seed's score. With a larger c, the test finds more if all arms are equally
-noisy, and less if one arm is noisier than the others: see `benchmarks/calibration.py`.
+noisy, and less if one arm is noisier than the others: see `benchmarks/calibrate.py`.
 
 A seed that tunes has several runs of arm and base. To flip it is to exchange all of them; then the runs of every seed
 are weighed anew (`cross_fitting`), and e_s d_js stands for the differences of the results after the exchange.
@@ -21,7 +21,7 @@ With several looks, an arm may be decided at each. Flips that an earlier look wo
 look k may decide a share A_k of all flips, so that all looks together do not exceed the allowed error (Lan and DeMets
 1983). Intervals hold at each look, whatever made the arm go on. An arm that stopped stays in the family, with its seeds
 repeated; without it, the other arms would be tested as a smaller family. Whether an arm stops for want of prospect
-depends on the data, and is not part of the exact argument; benchmarks/calibration.py measures the error with such
+depends on the data, and is not part of the exact argument; benchmarks/calibrate.py measures the error with such
 stops.
 
 With a margin m, the least difference that matters, an arm equals the base if "the difference is m" and "the difference

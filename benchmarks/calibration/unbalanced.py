@@ -1,4 +1,4 @@
-"""The parts of benchmarks/calibration.py on more seeds of the base than of an arm: 6 of each of 7 arms, and 16.
+"""Error and power where the base has more seeds than an arm: 6 of each of 7 arms, and 16.
 
 Every study goes through deltalab's own statistics.
 """
@@ -8,24 +8,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from calibration_choices import SPLIT_NOISE, Bench, told
-from numpy.typing import NDArray
+from calibration.many_studies import ARMS, EFFECT, Array, Bench
+from calibration.seed_choices import told
+from calibration.tuning_designs import SPLIT_NOISE
 
 from deltalab.statistics.cross_fitting import Sample
 from deltalab.statistics.joint_test import ALPHA, follow, one_look
 from deltalab.statistics.unbalanced import Groups, compare_groups, weights
 
-ARMS, SEEDS, OF_BASE = 7, 6, 16
+SEEDS, OF_BASE = 6, 16
 IN_PAIRS = 7
 """The seeds of pairs with 56 runs; those of the other design are 58."""
-EFFECT = 2.0
 CORRELATIONS = (0.0, 0.15, 0.5)
 SHARE = 10
 """A study here takes about 20 ms, so that there are fewer of them by this factor."""
 SHARE_TUNED = 60
 """The same for studies that tune, of two arms, which take about a second."""
 
-Array = NDArray[np.float64]
 Drawn = tuple[Array, Array]
 """The scores of the arms [ARMS, SEEDS] and of the base [OF_BASE]."""
 Random = np.random.Generator

@@ -1,26 +1,18 @@
-"""The parts of benchmarks/calibration.py on predictions of a ladder and on Kendall's tau between tasks."""
+"""Coverage of the predictions of a ladder, and bias and coverage of Kendall's tau between tasks."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from calibration.many_studies import Array, Bench
 from kendall import tau, true_tau
-from numpy.typing import NDArray
 
 from deltalab.study.answers.ladder_trends import fit, fit_with_intervals, predict
 
-Array = NDArray[np.float64]
 RESAMPLES = 400
 """The resamples of the bootstraps that were used before."""
-
-
-class Bench(Protocol):
-    """What the parts use of `calibration.Bench`."""
-
-    repeats: int
-    random: np.random.Generator
 
 
 # Predictions of a ladder.

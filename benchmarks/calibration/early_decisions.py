@@ -1,30 +1,23 @@
-"""The part of benchmarks/calibration.py on differences that were decided early: their means, and the estimates beside.
+"""How far the means of differences that were decided early are from the truth, and the estimates beside them.
 
 Every study goes through deltalab's own statistics.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from calibration.looks import LOOKS
+from calibration.many_studies import Array, Bench
 
 from deltalab.statistics.joint_test import Outcome, follow
 from deltalab.statistics.looks import spread_looks
 
-Array = NDArray[np.float64]
-LOOKS = (6, 15)
 SIZES = (0.5, 0.75, 1.0, 1.25, 2.0)
 """True differences, in standard deviations of a seed's score."""
 SHARES = {1: 5, 3: 18, 7: 18}
 """By the number of arms, the factor by which there are fewer studies here: one of seven arms takes 0.3 s."""
-
-
-class Bench(Protocol):
-    """What the part uses of `calibration.Bench`."""
-
-    repeats: int
 
 
 def normal(random: np.random.Generator, arms: int) -> Array:

@@ -1,32 +1,23 @@
-"""The parts of benchmarks/calibration.py on how seeds choose, on candidates that failed, and on families of tasks.
+"""Error and power by the way in which seeds choose, with candidates that failed, and over families of tasks.
 
 Every study goes through deltalab's own statistics.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from calibration.many_studies import ARMS, EFFECT, Array, Bench
+from calibration.tuning_designs import SPLIT_NOISE
 
 from deltalab.statistics.cross_fitting import Sample
 from deltalab.statistics.joint_test import ALPHA, Outcome, follow, one_look
 from deltalab.statistics.pairs import Pairs
 from deltalab.statistics.seed_choice import Run, Scores, outcomes
 
-Array = NDArray[np.float64]
-ARMS, SEEDS, EFFECT = 7, 7, 2.0
-SPLIT_NOISE = 0.2
-"""The sd of a run's validation score and of its test score around the run's luck."""
+SEEDS = 7
 SHARE = 6
 """A study here takes about 15 ms, so that there are fewer of them by this factor."""
-
-
-class Bench(Protocol):
-    """What the parts use of `calibration.Bench`."""
-
-    repeats: int
-    random: np.random.Generator
 
 
 def drawn(random: np.random.Generator, losses: Sequence[float], spread: Array) -> tuple[Array, Array]:

@@ -1,6 +1,6 @@
 """Simulates evaluations of three models, and counts those whose intervals of differences all hold the truth.
 
-    python benchmarks/calibration_items.py
+    python benchmarks/calibration/items.py
 
 prints the table of docs/explanation/statistics.md. Two models are compared with a third on three tasks, by items that
 all models share.

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/calibration.py on the means over tasks: their error, coverage and power.
+"""Error, coverage and power of the means over tasks.
 
 Every study goes through `deltalab.statistics.over_tasks`. Scores are normalized: chance is 0, perfect is 1.
 """
@@ -6,10 +6,10 @@ Every study goes through `deltalab.statistics.over_tasks`. Scores are normalized
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from calibration.many_studies import ARMS, Array, Bench
 from scipy import stats
 
 from deltalab.statistics.interquartile import interquartile_parts
@@ -18,8 +18,6 @@ from deltalab.statistics.joint_test import ALPHA, Difference, one_look
 from deltalab.statistics.over_tasks import OverTasks
 from deltalab.statistics.seed_choice import Run, Scores, outcomes
 
-Array = NDArray[np.float64]
-ARMS = 7
 DESIGNS = ((2, 6), (3, 7), (6, 7))
 """Tasks and seeds."""
 LEVELS = {2: (0.6, 0.85), 3: (0.3, 0.6, 0.85), 6: (0.1, 0.3, 0.5, 0.6, 0.8, 0.9)}
@@ -30,13 +28,6 @@ RESAMPLES = 400
 """The resamples of the bootstrap."""
 MANY = 100_000
 """The seeds that give the true values."""
-
-
-class Bench(Protocol):
-    """What the parts use of `calibration.Bench`."""
-
-    repeats: int
-    random: np.random.Generator
 
 
 def shifted(sd: float | Array, random: np.random.Generator, level: Array, effects: Array, n: int) -> Array:

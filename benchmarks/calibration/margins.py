@@ -1,4 +1,4 @@
-"""The part of benchmarks/calibration.py on verdicts by a margin, the least difference that matters.
+"""False and right verdicts by a margin, the least difference that matters.
 
 Every study goes through deltalab's own statistics.
 """
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from calibration_choices import SPLIT_NOISE, Bench
+from calibration.many_studies import Bench
+from calibration.tuning_designs import CANDIDATES, SPLIT_NOISE
 
 from deltalab.statistics.cross_fitting import Sample
 from deltalab.statistics.joint_test import Look, follow, one_look
@@ -19,7 +20,6 @@ MARGIN = 1.0
 SHARE = 12
 """A study here takes about 20 ms, so that there are fewer of them by this factor."""
 LOOKS: dict[str, tuple[Look, ...]] = {"8": one_look(8), "12": one_look(12), "6 to 15": spread_looks(6, 15)}
-CANDIDATES = 3
 
 
 def margins(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -50,7 +50,7 @@ def margins(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _samples(random: np.random.Generator, arms: int, seeds: int, candidates: int) -> list[Sample]:
-    """Draws the runs of arms that are alike, as `calibration_choices.drawn` does."""
+    """Draws the runs of arms that are alike, as `seed_choices.drawn` does."""
     shape = (arms, seeds, candidates)
     luck = random.normal(size=shape)
     validation, test = (luck + SPLIT_NOISE * random.normal(size=shape) for _ in range(2))
