@@ -15,7 +15,7 @@ import yaml
 
 import deltalab
 from deltalab.store import Store
-from deltalab.store.shipped import shipped_ledger
+from deltalab.store.copies.shipped import shipped_ledger
 from deltalab.study.reports.html.forest import LEGEND, STYLE, forest
 from deltalab.study.reports.html.page import PAGE
 from deltalab.study.reports.report import report

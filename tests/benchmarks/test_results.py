@@ -9,7 +9,7 @@ from tests.support.folders import ROOT
 from tests.support.shipped import only_proxies
 
 from deltalab.store import Store
-from deltalab.store.shipped import shipped_ledger
+from deltalab.store.copies.shipped import shipped_ledger
 from deltalab.study.reports.report import report
 from deltalab.study.reports.sentence import sentence
 

@@ -9,7 +9,8 @@ from tests.support.command import Platform
 from tests.support.folders import ROOT
 from tests.support.shipped import PROXIES, only_proxies
 
-from deltalab.store import Store, shipped
+from deltalab.store import Store
+from deltalab.store.copies import shipped
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from sqlalchemy import make_url
 
 from deltalab.errors import InputError
-from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord, backup
+from deltalab.store import ArmRecord, RuleRecord, RunRecord, Store, TrialRecord
+from deltalab.store.copies import backup
 
 
 def quiet(_: str) -> None:

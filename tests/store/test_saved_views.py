@@ -4,7 +4,8 @@ import pytest
 from tests.support.records import begin
 
 from deltalab.errors import InputError
-from deltalab.store import Store, copy
+from deltalab.store import Store
+from deltalab.store.copies import whole_ledger
 from deltalab.store.studies import saved_views, shelf
 
 VIEW = {"arms": ["base", "other"], "logx": ["true"]}
@@ -62,6 +63,6 @@ def test_a_view_comes_and_goes_with_its_study(store: Store) -> None:
     shelf.restore(store, study)
     assert names(store) == ["one"]
     shelf.delete(store, study)
-    copy.vacuum(store)
+    whole_ledger.vacuum(store)
     saved_views.save(store, "one", "studies", {}, None)
     assert names(store) == ["one"], "the name is free again"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deltalab.store import shipped
+from deltalab.store.copies import shipped
 
 PROXIES = shipped.shipped_ledgers()[-1].with_name("proxies.db.xz")
 

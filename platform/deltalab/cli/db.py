@@ -32,7 +32,7 @@ def db_export(
 ) -> None:
     """Copy the whole ledger to a file, which is a ledger itself (--db FILE), and which `import` takes."""
     from deltalab.store import Store
-    from deltalab.store.copy import export_ledger
+    from deltalab.store.copies.whole_ledger import export_ledger
 
     with Store.open(db, create=False) as store:
         rows = export_ledger(store, file, progress.advance)
@@ -48,7 +48,7 @@ def db_backup(
 ) -> None:
     """Back up the ledger, also while studies run: an SQLite file that is a ledger itself, or PostgreSQL's archive."""
     from deltalab.store import Store
-    from deltalab.store.backup import back_up
+    from deltalab.store.copies.backup import back_up
 
     with Store.open(db, create=False) as store:
         back_up(store, file, progress.advance)
@@ -68,7 +68,7 @@ def db_import(
 ) -> None:
     """Add ledgers of other machines to this one, and trainings from their folders; again, to bring them up to date."""
     from deltalab.store import Store
-    from deltalab.store.copy import import_ledger
+    from deltalab.store.copies.whole_ledger import import_ledger
     from deltalab.store.trainings import record
 
     imported: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def db_import(
 def db_vacuum(db: Db = None, as_json: AsJson = False) -> None:
     """Delete trials that no arm uses and rules that no trial uses, and free their space. Run it while no study runs."""
     from deltalab.store import Store
-    from deltalab.store.copy import size, vacuum
+    from deltalab.store.copies.whole_ledger import size, vacuum
 
     with Store.open(db, create=False) as store:
         before = size(store)

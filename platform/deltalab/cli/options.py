@@ -22,8 +22,8 @@ PIPED = 10_000
 
 def _ledger(ctx: typer.Context, value: str | None) -> str | None:
     """Turns `shipped` into that ledger's file. Refuses a password, which `ps` shows as long as the command runs."""
+    from deltalab.store.copies.shipped import SHIPPED, shipped_ledger
     from deltalab.store.database import without_password
-    from deltalab.store.shipped import SHIPPED, shipped_ledger
 
     if value == SHIPPED and not ctx.resilient_parsing:
         return str(shipped_ledger(progress.advance))

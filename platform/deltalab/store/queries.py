@@ -5,18 +5,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from sqlalchemy import (
-    BindParameter,
     ColumnElement,
-    Double,
     Engine,
-    Integer,
-    String,
-    Subquery,
-    bindparam,
-    column,
     func,
     select,
-    text,
     true,
 )
 from sqlalchemy.orm import Session
@@ -25,6 +17,7 @@ from deltalab.errors import InputError, unknown
 from deltalab.reading import pairs
 from deltalab.store import drivers
 from deltalab.store.database import display_url, input_errors
+from deltalab.store.last_values import last_steps, last_values
 from deltalab.store.models import (
     Arm,
     ArmTrial,
@@ -48,40 +41,6 @@ TRIAL_COLUMNS = (
 KEYS_AT_ONCE = 500
 """The number of keys in one statement. Databases limit how many values a statement may have."""
 
-LAST_STEPS = """
-WITH RECURSIVE
-runs(id) AS ({runs}),
-splits(run_id, split) AS (
-    SELECT id, (SELECT max(split) FROM metric WHERE metric.run_id = runs.id) FROM runs
-    UNION ALL
-    SELECT run_id, (SELECT max(split) FROM metric WHERE metric.run_id = splits.run_id AND metric.split < splits.split)
-    FROM splits WHERE split IS NOT NULL
-),
-names(run_id, split, name) AS (
-    SELECT run_id, split,
-        (SELECT max(name) FROM metric WHERE metric.run_id = splits.run_id AND metric.split = splits.split)
-    FROM splits WHERE split IS NOT NULL
-    UNION ALL
-    SELECT run_id, split, (
-        SELECT max(name) FROM metric
-        WHERE metric.run_id = names.run_id AND metric.split = names.split AND metric.name < names.name
-    )
-    FROM names WHERE name IS NOT NULL
-),
-last(run_id, split, name, step) AS (
-    SELECT run_id, split, name, (
-        SELECT max(step) FROM metric
-        WHERE metric.run_id = names.run_id AND metric.split = names.split AND metric.name = names.name
-    )
-    FROM names WHERE name IS NOT NULL
-)
-SELECT run_id, split, name, step, (
-    SELECT value FROM metric
-    WHERE metric.run_id = last.run_id AND metric.split = last.split AND metric.name = last.name
-        AND metric.step = last.step
-) AS value
-FROM last
-"""
 DONE_RUNS = """
 SELECT run.id FROM run JOIN trial ON trial.id = run.trial_id WHERE run.state = 'done' AND trial.key IN :keys
 """
@@ -91,14 +50,6 @@ SELECT run.id FROM run WHERE run.trial_id IN (
     JOIN arm_trial ON arm_trial.trial_id = trial.id
     JOIN arm ON arm.id = arm_trial.arm_id
     WHERE arm.study_id = :study AND trial.stage IN :stages{among}
-)
-"""
-LAST_STEP_OF_ONE = """
-WITH runs(id) AS ({runs})
-SELECT metric.run_id, metric.split, metric.name, metric.step, metric.value FROM runs JOIN metric
-ON metric.run_id = runs.id AND metric.split = :split AND metric.name = :name AND metric.step = (
-    SELECT max(step) FROM metric AS other
-    WHERE other.run_id = runs.id AND other.split = :split AND other.name = :name
 )
 """
 
@@ -297,7 +248,7 @@ class Ledger:
                 diverged = select(Trial.key, Run.seed).join(Run).where(in_group, Run.state == "diverged")
                 for key, seed in session.execute(diverged.order_by(Run.seed)):
                     summaries[key].diverged.append(seed)
-                last = _last_steps(DONE_RUNS, keys=group)
+                last = last_steps(DONE_RUNS, keys=group)
                 finals = select(Trial.key, Run.seed, last.c.split, last.c.name, last.c.value)
                 finals = finals.join_from(Trial, Run).join(last, last.c.run_id == Run.id)
                 # PostgreSQL does not know how few runs `last` has. Without `in_group`, it would read all runs.
@@ -330,7 +281,7 @@ class Ledger:
                 if group is not None:
                     parameters["keys"] = group
                 query = RUNS_OF_STUDY.format(among="" if group is None else " AND trial.key IN :keys")
-                for row in _last_values(session, query, metrics, parameters):
+                for row in last_values(session, query, metrics, parameters):
                     values_of.setdefault(row[0], []).append(tuple(row[1:]))
         return [
             FinalMetric(run.arm, run.task, run.stage, run.trial, run.seed, run.state, *last)
@@ -485,41 +436,3 @@ def _points(
                     if not i or i * (most - 1) // gaps > (i - 1) * (most - 1) // gaps
                 ]
     return points
-
-
-def _last_values(
-    session: Session,
-    runs: str,
-    metrics: Iterable[tuple[str, str]] | None,
-    parameters: dict[str, int | Sequence[str]],
-) -> Iterator[Sequence[Any]]:
-    """Yields (run id, split, name, step, value) of each metric at its last step.
-
-    `runs` is an SQL query for the ids of the runs, and `parameters` are its parameters.
-    """
-    if metrics is None:
-        last = _last_steps(runs, **parameters)
-        yield from session.execute(select(last.c.run_id, last.c.split, last.c.name, last.c.step, last.c.value))
-        return
-    query = text(LAST_STEP_OF_ONE.format(runs=runs))
-    for split, name in sorted(set(metrics)):
-        yield from session.execute(query.bindparams(*_parameters({**parameters, "split": split, "name": name}))).all()
-
-
-def _parameters(values: Mapping[str, int | str | Sequence[str]]) -> list[BindParameter[Any]]:
-    """Returns the parameters of an SQL query. A list becomes several values, as `IN` needs them."""
-    return [bindparam(key, value, expanding=not isinstance(value, int | str)) for key, value in values.items()]
-
-
-def _last_steps(runs: str, **parameters: int | Sequence[str]) -> Subquery:
-    """Returns a subquery for run_id, split, name, step and value of each metric at its last step.
-
-    `runs` is an SQL query for the ids of the runs, and `parameters` are its parameters. The subquery goes from each
-    split to the split before it, and likewise from name to name. So a metric takes a few reads of the primary key,
-    however many steps it has. `GROUP BY` would read every step. The subquery itself looks the values up, since SQLite's
-    planner reads every step if the table of metrics is joined. It is written as text, since SQLAlchemy would take
-    longer to build it than a database takes to run it.
-    """
-    kinds: dict[str, type[Any]] = {"run_id": Integer, "split": String, "name": String, "step": Integer, "value": Double}
-    columns = [column(name, kind) for name, kind in kinds.items()]
-    return text(LAST_STEPS.format(runs=runs)).bindparams(*_parameters(parameters)).columns(*columns).subquery("last")

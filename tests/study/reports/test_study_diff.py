@@ -11,7 +11,8 @@ from tests.support.ledgers import BASE, SPEC, TASKS, begin, record
 
 from deltalab.cli.app import main
 from deltalab.errors import InputError
-from deltalab.store import ArmRecord, Store, copy
+from deltalab.store import ArmRecord, Store
+from deltalab.store.copies import whole_ledger
 from deltalab.store.studies import shelf
 from deltalab.study.reports import best_arm
 from deltalab.study.reports.report import report
@@ -105,7 +106,7 @@ def test_vacuum_removes_deleted_studies_for_good_and_leaves_the_others(store: St
     other = begin(store, "other")
     store.attach(other, "base", f"{ablation} base mqar confirm 0 0", 0, {})
     shelf.delete(store, ablation)
-    assert copy.vacuum(store) == {"study": 1, "trial": 7, "rule_version": 0}
+    assert whole_ledger.vacuum(store) == {"study": 1, "trial": 7, "rule_version": 0}
     assert shelf.listed(store, deleted=True) == []
     assert [trial.arm for trial in store.trials(other)] == ["base"]
 

@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import ColumnElement, case, func, null, select
 
 from deltalab.errors import InputError
+from deltalab.store.last_values import last_steps
 from deltalab.store.models import Arm, ArmTrial, Artifact, Metric, RuleVersion, Run, RunState, Stage, Study, Trial
 from deltalab.store.outage import waited
-from deltalab.store.queries import Ledger, _last_steps
+from deltalab.store.queries import Ledger
 
 Sort = Literal["arm", "score", "seconds", "tokens_per_second", "finished_at"]
 """The value by which a list of trials is sorted. "arm" sorts by arm, stage, task and number, as the plan does."""
@@ -260,7 +261,7 @@ def find_trial(store: Ledger, key: str) -> TrialDetails:
         holders = [Holder(*row) for row in session.execute(holding.order_by(Study.id, Arm.position, ArmTrial.number))]
         runs = list(session.scalars(select(Run).where(Run.trial_id == trial.id).order_by(Run.seed)))
         seeds = {run.id: Seed(run.seed, run.state, run.diverged_at) for run in runs}
-        last = _last_steps(RUNS_OF_TRIAL, trial=trial.id)
+        last = last_steps(RUNS_OF_TRIAL, trial=trial.id)
         for run_id, split, name, step, value in session.execute(select(last).order_by(last.c.split, last.c.name)):
             seeds[run_id].finals[split, name] = step, value
         for artifact in session.scalars(

@@ -22,7 +22,7 @@ from deltalab.engines.machines import version_of
 from deltalab.errors import InputError, unknown
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
-from deltalab.store.backup import Backups
+from deltalab.store.copies.backup import Backups
 from deltalab.store.database import without_password
 from deltalab.store.models import StudyState
 from deltalab.store.studies.shelf import keep_best
@@ -112,7 +112,7 @@ class RunSettings:
             place if it dies.
         log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
             driver that has joined logs nothing.
-        backup_every: The seconds between two backups of the ledger (`deltalab.store.backup.Backups`); None for none. A
+        backup_every: The seconds between two backups of the ledger (`store.copies.backup.Backups`); None for none. A
             driver that has joined makes none.
         slurm: What each job asks of Slurm, as words such as "partition=gpu" (`deltalab.study.running.slurm.options`).
     """
@@ -170,7 +170,7 @@ def run_study_file(
             name.
         log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
             driver that has joined logs nothing.
-        backup_every: The seconds between two backups of the ledger (`deltalab.store.backup.Backups`); None for none. A
+        backup_every: The seconds between two backups of the ledger (`store.copies.backup.Backups`); None for none. A
             driver that has joined makes none.
         slurm: What each job asks of Slurm, as words such as "partition=gpu" (`deltalab.study.running.slurm.options`).
 

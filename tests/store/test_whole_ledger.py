@@ -14,7 +14,8 @@ from sqlalchemy import select, text
 
 from deltalab.cli.app import main
 from deltalab.errors import InputError
-from deltalab.store import ArmRecord, ArtifactRecord, RuleRecord, RunRecord, Store, TrialRecord, copy, trainings
+from deltalab.store import ArmRecord, ArtifactRecord, RuleRecord, RunRecord, Store, TrialRecord, trainings
+from deltalab.store.copies import whole_ledger
 from deltalab.store.models import Base
 from deltalab.store.studies import proposals, saved_views
 from deltalab.store.studies.importances import keep_shares
@@ -77,7 +78,7 @@ def rows(where: str | Path) -> dict[str, list[Any]]:
         return {
             table.name: [tuple(row) for row in connection.execute(select(table).order_by(*table.primary_key.columns))]
             for table in Base.metadata.sorted_tables
-            if table.name not in copy.TRANSIENT
+            if table.name not in whole_ledger.TRANSIENT
         }
 
 
@@ -90,11 +91,11 @@ def test_a_ledger_comes_back_as_it_was(full: Path, empty: str, tmp_path: Path) -
     whole = rows(full)
     assert all(whole.values())
     with Store.open(empty) as store, Store.open(full) as source:
-        added = copy.import_ledger(store, source, quiet)
+        added = whole_ledger.import_ledger(store, source, quiet)
         assert added == {table: len(whole[table]) for table in added}
     assert rows(empty) == whole
     with Store.open(empty) as store:
-        copy.export_ledger(store, tmp_path / "back.db", quiet)
+        whole_ledger.export_ledger(store, tmp_path / "back.db", quiet)
         assert store.trials(store.study("first").id)[0].values == {"lr": 0.1 + 0.2}
         assert study(store, "third") == 3  # PostgreSQL's counters have followed the ids
     assert rows(tmp_path / "back.db") == whole
@@ -104,9 +105,9 @@ def test_a_ledger_comes_back_as_it_was(full: Path, empty: str, tmp_path: Path) -
 
 def test_a_second_import_changes_nothing(full: Path, empty: str) -> None:
     with Store.open(empty) as store, Store.open(full) as source:
-        copy.import_ledger(store, source, quiet)
+        whole_ledger.import_ledger(store, source, quiet)
         before = rows(empty)
-        assert not any(copy.import_ledger(store, source, quiet).values())
+        assert not any(whole_ledger.import_ledger(store, source, quiet).values())
     assert rows(empty) == before
 
 
@@ -116,7 +117,7 @@ def test_a_ledger_joins_another_by_keys(full: Path, empty: str) -> None:
         store.record_trial(own, "base", trial("k1", 0.9), 0, {"of": "own"})
         shared = study(store, "first")
         with Store.open(full) as source:
-            copy.import_ledger(store, source, quiet)
+            whole_ledger.import_ledger(store, source, quiet)
         assert sorted(found.name for found in store.studies()) == ["first", "own", "second"]
         assert {row.key: row.number for row in store.trials(shared)} == {"k0": 0, "k1": 1, "k2": 2}
         assert [(row.key, row.number) for row in store.trials(store.study("second").id)] == [("k1", 4), ("failed", 5)]
@@ -138,10 +139,10 @@ def test_an_import_that_fails_leaves_nothing(full: Path, empty: str) -> None:
     before = rows(empty)
     with Store.open(empty) as store, Store.open(full) as source:
         with pytest.raises(InputError, match=r"full\.db: is damaged: a row of table metric refers to run 99\d"):
-            copy.import_ledger(store, source, quiet)
+            whole_ledger.import_ledger(store, source, quiet)
         assert rows(empty) == before
         with pytest.raises(InputError, match="is damaged"):
-            copy.export_ledger(source, full.parent / "out.db", quiet)
+            whole_ledger.export_ledger(source, full.parent / "out.db", quiet)
     assert [path.name for path in full.parent.glob("*out.db*")] == []
 
 
@@ -152,7 +153,7 @@ def test_a_number_that_postgresql_cannot_hold_is_one_line(full: Path, postgres: 
     url = postgres()
     with Store.open(url) as store, Store.open(full) as source:
         with pytest.raises(InputError, match=r"table metric: .*out of range") as caught:
-            copy.import_ledger(store, source, quiet)
+            whole_ledger.import_ledger(store, source, quiet)
         assert "\n" not in str(caught.value)
     assert not any(rows(url).values())
 
@@ -161,25 +162,25 @@ def test_export_overwrites_nothing_and_writes_files_only(full: Path) -> None:
     before = full.read_bytes()
     with Store.open(full) as store:
         with pytest.raises(InputError, match=r"full\.db: exists; give the path of a new file"):
-            copy.export_ledger(store, full, quiet)
+            whole_ledger.export_ledger(store, full, quiet)
         with pytest.raises(InputError, match="export writes a file"):
-            copy.export_ledger(store, "postgresql://h/db", quiet)
+            whole_ledger.export_ledger(store, "postgresql://h/db", quiet)
     assert full.read_bytes() == before
 
 
 def test_vacuum_deletes_what_nothing_refers_to(full: Path, empty: str) -> None:
     with Store.open(empty) as store, Store.open(full) as source:
-        copy.import_ledger(store, source, quiet)
+        whole_ledger.import_ledger(store, source, quiet)
         before = rows(empty)
         lone = study(store, "lone")
         store.record_trial(lone, "base", trial("lone", rule=RuleRecord("old", "1", "x" * 10**6)), 0, {})
         with store._engine.begin() as connection:
             connection.execute(text(f"DELETE FROM study WHERE id = {lone}"))
-        size = copy.size(store)
-        assert copy.vacuum(store) == {"study": 0, "trial": 1, "rule_version": 1}
-        assert copy.vacuum(store) == {"study": 0, "trial": 0, "rule_version": 0}
+        size = whole_ledger.size(store)
+        assert whole_ledger.vacuum(store) == {"study": 0, "trial": 1, "rule_version": 1}
+        assert whole_ledger.vacuum(store) == {"study": 0, "trial": 0, "rule_version": 0}
         assert rows(empty) == before
-        assert store._engine.name != "sqlite" or copy.size(store) < size - 900_000
+        assert store._engine.name != "sqlite" or whole_ledger.size(store) < size - 900_000
 
 
 def platform(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

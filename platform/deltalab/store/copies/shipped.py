@@ -6,13 +6,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from deltalab.store.copy import Say, export_ledger, import_ledger
+from deltalab.store.copies.whole_ledger import Say, export_ledger, import_ledger
 from deltalab.store.database import revisions
 from deltalab.store.ledger import Store
 
 SHIPPED = "shipped"
 """The name of this ledger in place of a path."""
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _LEDGERS = _PACKAGE / "ledgers" if (_PACKAGE / "ledgers").is_dir() else _PACKAGE.parents[1] / "benchmarks" / "ledgers"
 """`deltalab/ledgers` in an installed package, `benchmarks/ledgers` in a checkout."""
 
