@@ -32,16 +32,16 @@ def earlier_run(run: Path, identity: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_same_training(run: Path, before: Mapping[str, Any], recipe: dict[str, Any], *, keep_warmup: bool) -> None:
-    """Raises `InputError` if a run has trained steps with other settings: its records would speak of all steps.
+    """Raises `InputError` if a run has trained steps with other settings, since its records name one setting for all.
 
-    The number of steps may change while the schedule's rates of the steps so far do not depend on it: always if it is
-    `constant`, and before the decay if it is `wsd`.
+    The number of steps may change as long as the learning rates of the steps so far do not depend on it. They never do
+    if the schedule is `constant`. If it is `wsd`, they do from the beginning of the decay on.
 
     Args:
         run: The folder of the run.
         before: The recipe of the run so far.
         recipe: The recipe to go on with.
-        keep_warmup: Whether `recipe` gets the run's own warm-up, which otherwise grows with the number of steps.
+        keep_warmup: Whether `recipe` gets the warm-up of the run. Otherwise the warm-up grows with the number of steps.
     """
     trained = _trained(run)
     was = all_settings(before)

@@ -119,7 +119,7 @@ def _in_fp32(method: Any) -> Any:
 
 
 def _by_fp32(cast: Any) -> Any:
-    """Returns the cast, which goes through fp32 if it is from or to bf16."""
+    """Returns a cast that converts to fp32 on the way from bf16 or to bf16."""
 
     def converted(self: Any, x: Any, dtype: Any) -> Any:
         if dtype.scalar == tl.bfloat16 and x.dtype.scalar != tl.bfloat16:

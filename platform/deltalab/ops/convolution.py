@@ -73,7 +73,7 @@ class Channels:
 
     @property
     def activated(self) -> int:
-        """How many of q, k and v get SiLU, counted from q on."""
+        """How many of q, k and v get SiLU: 0 is none, 2 is q and k, 3 is all."""
         return 0 if self.features == "raw" else 3 if self.silu_of_v else 2
 
     @property

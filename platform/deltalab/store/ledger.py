@@ -382,7 +382,7 @@ class Store(Ledger):
 
 
 def _file_of(engine: Engine) -> HeldFile | None:
-    """Returns the file of an SQLite ledger that is named by its path; None for any other database."""
+    """Returns the file of an SQLite ledger. None stands for any other database, or for an address `file:...`."""
     url = engine.url
     return HeldFile(Path(str(url.database))) if engine.name == "sqlite" and "uri" not in url.query else None
 

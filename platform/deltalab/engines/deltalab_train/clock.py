@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 
 class Clock:
-    """The time of the steps of a training. The first step of each process compiles, and is not counted.
+    """The time of the steps of a training. The first step of each process is not counted, since it compiles.
 
     Args:
-        seconds: The seconds after which the training ends; None for no end, and then nothing is counted.
+        seconds: The seconds after which the training ends. None sets no end, and counts nothing.
 
     Attributes:
-        spent: The seconds of the steps so far, on all processes those of the first one.
+        spent: The seconds of the steps so far. All processes have the number of the first process.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -43,7 +43,7 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leaves the time of the block out, as that of a validation or a checkpoint."""
+        """Does not count the time inside of the `with` block, such as that of a validation or a checkpoint."""
         if self.seconds is not None and torch.cuda.is_available():
             torch.cuda.synchronize()  # the steps before the block still run
         began = time.perf_counter()

@@ -97,7 +97,10 @@ def _parallelize(model: Pretraining, parallel_dims: Any, job_config: Any) -> tit
 
 
 class _Grouped(OptimizersContainer):  # type: ignore[misc]
-    """The optimizer, with a study's learning rates and weight decays. Metrics show the first group's, the recipe's."""
+    """The optimizer, with a study's learning rates and weight decays.
+
+    Metrics show the learning rate of the first group, which is that of the recipe.
+    """
 
     def __init__(self, model_parts: list[Pretraining], optimizer_config: Any) -> None:
         parameters = dict(model_parts[0].named_parameters())

@@ -155,7 +155,7 @@ def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> li
 
 
 def _task_name(suite: Suite, task: SuiteTask) -> str:
-    """The name of a task in results: the harness's and deltalab's own names are known without the suite."""
+    """Returns the name of a task in results. The suite is left out if the harness or deltalab names the task itself."""
     return task.name if suite.asked_by in ("harness", "deltalab") else f"{suite.name}/{task.name}"
 
 

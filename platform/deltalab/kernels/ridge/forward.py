@@ -186,7 +186,10 @@ def _taken(d, d_low, PARTS: tl.constexpr):
 def _chebyshev(
     rest, low, iterations, key, gram, gram_low, within, since, PARTS: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Runs `deltalab.ridge.chebyshev` for eigenvalues in [low, 1], by rounded steps d: x += d, rest -= A d."""
+    """Computes `deltalab.ridge.chebyshev` for eigenvalues in [low, 1].
+
+    Each step d is rounded before it is added to x, and A d is subtracted from the rest.
+    """
     step = 2 / (1 + low)
     rho_squared = (1 - low) / (1 + low)
     rho_squared *= rho_squared

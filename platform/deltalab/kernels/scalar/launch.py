@@ -135,7 +135,7 @@ class ScalarLaunch(Launch):
     def vector_dtype(self) -> torch.dtype:
         """Dtype of the vectors and cumulative sums of `forward.prepare`.
 
-        Next to extreme decays, differences of fp32 sums would lose fp32's precision.
+        Sums are large where decays are extreme, and a small difference of two large sums is imprecise in fp32.
         """
         return torch.float64 if self.fp32 else torch.float32
 

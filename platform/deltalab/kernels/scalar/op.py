@@ -210,13 +210,13 @@ def _backward(
     loss: str | None = None,
     clip: float = 1.0,
 ) -> Tensor:
-    """Runs the backward of one pass: fills `grads`, and returns the gradient of the first state.
+    """Runs the backward of one pass and fills `grads`. Returns the gradient of the first state.
 
-    Returns `absent` if not `has_state`.
+    If the pass has no first state (`has_state` is false), the returned tensor is `absent`.
 
-    `d_error` is the gradient of target - S_{t-1}^T k, and `predicts_u` says whether the target is u. The gradients of
-    r, k and g are added to `more_r`, `more_k` and `more_g`. With a loss, u is the pseudo-residual of an error, and
-    `grads.u` becomes the gradient of that error.
+    `d_error` is the gradient of the error, target - S_{t-1}^T k. `predicts_u` says whether the target is u. The
+    gradients of r, k and g are added to `more_r`, `more_k` and `more_g`. With a loss, u is the pseudo-residual of an
+    error, and `grads.u` gets the gradient of that error.
     """
     r, k, u = plan.keys(operands.r), plan.keys(operands.k), plan.values(operands.u)
     inverse, within, overlaps = plan.squares(kept.inverse), plan.squares(kept.within), plan.squares(kept.overlaps)
@@ -282,7 +282,7 @@ def _backward(
     " float scale, bool late, SymInt chunk_size) -> Tensor[]",
 )
 def _scalar_backward(*arguments: Any) -> list[Tensor]:
-    """Returns the gradients of the operands and of the state, `absent` for each that was not given."""
+    """Returns the gradients of the operands and of the state. What was not given has `absent`."""
     operands, more = SCALAR.split(arguments)
     kept, more = KEPT.split(more)
     cu_seqlens, d_o, d_last, has_state, scale, late, chunk_size = more
@@ -302,7 +302,7 @@ def _scalar_backward(*arguments: Any) -> list[Tensor]:
     " float scale, bool late, str loss, float clip, SymInt chunk_size) -> Tensor[]",
 )
 def _residual_backward(*arguments: Any) -> list[Tensor]:
-    """Gradients of the operands of both passes and of both states; `absent` for what was not given."""
+    """Returns the gradients of both passes' operands and of both states. What was not given has `absent`."""
     first, more = SCALAR.split(arguments)
     fit, more = FIT.split(more)
     kept, more = KEPT.split(more)

@@ -21,14 +21,14 @@ STEP = 0.15
 SECOND = 0.4
 """How often a second setting changes."""
 STALLED = 24
-"""If none of so many results in a row is a gain, the search has stalled."""
+"""The number of results in a row without a gain after which the search has stalled."""
 GAIN = 0.01
-"""By which share of an objective's range a result must go beyond each candidate of the front to be a gain."""
+"""The share of an objective's range by which a result must be better than each candidate of the front to be a gain."""
 AT_RANDOM = 0.5
 """The share of the candidates that is drawn at random while the search has stalled."""
 DARTS = 1024
-"""How many random points are thrown into the box of all results. Those that one candidate of the front alone dominates
-say how much it adds. Exact volumes take seconds in five coordinates."""
+"""The number of random points in the box around all results. A candidate of the front adds as much as the share of
+points that it alone dominates. Exact volumes would take seconds in five coordinates."""
 TRIES = 20
 """How often a candidate that was drawn before is drawn anew."""
 

@@ -27,7 +27,7 @@ _WITH_PATHS: dict[str, tuple[str, ...]] = {
     "fidelity": ("keep",),
     "when": (),
 }
-"""Sections whose keys are themselves paths with dots, with their other keys."""
+"""Maps each section whose keys are paths with dots to the keys of the section that are no paths."""
 
 
 def read_overrides(overrides: Overrides) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
 
 
 def _key(here: Mapping[str, Any], parts: list[str], above: list[str]) -> tuple[str, list[str]]:
-    """Splits a path after its first key: the longest key that the mapping has, since keys may have dots."""
+    """Splits a path after its first key. Keys may have dots, so the first key is the longest that the mapping has."""
     for end in range(len(parts), 0, -1):
         if (key := ".".join(parts[:end])) in here:
             return key, parts[end:]
