@@ -83,7 +83,7 @@ KNOWN = {**POINTS, **FOUND, "mamba2": {**POINTS["mamba2"], "qk": "silu"}}
 LATER = {
     "differential_attention": OUTSIDE["attention"],
     **dict.fromkeys(("h3", "hgrn", "lru", "min_gru", "rg_lru", "rwkv4", "s4d", "s5"), "an element-wise recurrence"),
-    "slstm": "its state enters a nonlinearity",
+    **dict.fromkeys(("recurrent_fast_weights", "slstm"), "its state enters a nonlinearity"),
     "learned_ttt": "its error passes through a norm before it is written",
     "hyena": "a long convolution",
     "rwkv5": "its decay is learned for each channel, and does not depend on the token",

@@ -1,4 +1,4 @@
-"""Papers whose state is a number for each channel, written again from their equations, one channel and token at a time.
+"""Papers of element-wise and nonlinear recurrences, written again from their equations, a channel and token at a time.
 
 Numbers are Python's, and complex where the paper's are.
 """
@@ -191,6 +191,33 @@ def slstm(forget: Callable[[float], float]) -> Loop:
     return loop
 
 
+def softmax(x: list[float]) -> list[float]:
+    weights = [math.exp(number) for number in x]
+    return [weight / sum(weights) for weight in weights]
+
+
+def recurrent_fast_weights(tokens: Tokens) -> list[list[float]]:
+    """arXiv:2106.06295, as the loop in the authors' test of their kernel: W holds a row for each channel of the value.
+
+    github.com/IDSIA/recurrent-fwp, algorithmic/rec_update_fwm_tanh.
+    """
+    W, out, o = [[0.0] * V for _ in range(V)], [0.0] * V, []
+    for t in tokens:
+        R = t["r"] if len(t["r"]) > 1 else [0.0] * (3 * V * V)
+        h = [math.tanh(y) / math.sqrt(V) for y in out]
+
+        def read(n: int, x: list[float], R: list[float] = R, h: list[float] = h) -> list[float]:
+            return [x[j] + sum(h[i] * R[n * V * V + i * V + j] for i in range(V)) for j in range(V)]
+
+        q, k, v = softmax(read(0, t["q"])), softmax(read(1, t["k"])), read(2, t["v"])
+        beta = sigmoid(t["b"][0] + sum(h[i] * at(t["w"], i) for i in range(V)))
+        old = [sum(W[j][i] * k[i] for i in range(V)) for j in range(V)]
+        W = [[W[j][i] + beta * (v[j] - old[j]) * k[i] for i in range(V)] for j in range(V)]
+        out = [sum(W[j][i] * q[i] for i in range(V)) for j in range(V)]
+        o.append(out)
+    return o
+
+
 def hyena(width: int, frequency: float, outer: bool) -> Loop:
     """arXiv:2302.10866 Section 3 and App. D.3: y = q (h * (k v)), h = window FFN(positions).
 
@@ -248,6 +275,7 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     *(("rwkv4", knobs, rwkv4) for knobs in ({}, {"g": 0}, {"u": 0})),
     *(("slstm", knobs, slstm(sigmoid)) for knobs in ({}, {"r": 0}, {"i": 0})),
     ("slstm", {"forget": "exp"}, slstm(math.exp)),
+    *(("recurrent_fast_weights", knobs, recurrent_fast_weights) for knobs in ({}, {"r": 0}, {"w": 0})),
     ("hyena", SMALL | EACH, hyena(3, 10.0, False)),
     ("hyena", SMALL | SHARED | {"d": 0, "frequency": 1.0}, hyena(3, 1.0, False)),
     ("hyena", SMALL | EACH | {"outer": True, "d": 0}, hyena(3, 10.0, True)),
@@ -277,8 +305,8 @@ def test_rwkv4_does_not_overflow() -> None:
     torch.testing.assert_close(o, want, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["h3", "rwkv4", "hyena"])
-def test_products_of_keys_and_values_take_equal_widths(name: str) -> None:
+@pytest.mark.parametrize("name", ["h3", "rwkv4", "hyena", "recurrent_fast_weights"])
+def test_rules_whose_keys_and_values_mix_by_channel_take_equal_widths(name: str) -> None:
     rule = deltalab.get_rule(name)
     x = draw(rule, batch=1, length=3, heads=1, key_dim=4, value_dim=3)
     with pytest.raises(deltalab.InputError, match="as many channels of the key as of the value, not 4 and 3"):
