@@ -235,6 +235,30 @@ def test_by_budget_is_the_mean_over_all_subsets_of_candidates(table: Table, maxi
         assert curve[-1] == pytest.approx(sum(found.results[arm].values()) / 2), "all of them: the arm's own score"
 
 
+@pytest.mark.parametrize("candidates", [3, 5, 9])
+def test_weights_are_those_of_the_definition(candidates: int) -> None:
+    """As many candidates as seeds or fewer, and more: the sums are formed in another way then."""
+    n = 5
+    validation = np.random.default_rng(candidates).normal(size=(n, candidates))
+    weights = cross_fitting.Sample(validation, validation).weights()
+    for seed in range(n):
+        others = np.delete(validation, seed, axis=0)
+        means = others.mean(0)
+        best = means.argmax()
+        errors = (others[:, [best]] - others).std(0, ddof=1) / math.sqrt(n - 1)
+        error = sorted(np.delete(errors, best))[(candidates - 2) // 2]
+        expected = np.exp(-(means[best] - means) / error)
+        assert weights[seed] == pytest.approx(expected / expected.sum())
+
+
+def test_subsets_weigh_at_once_as_one_by_one() -> None:
+    scores = np.random.default_rng(0).normal(size=(2, 4, 9))
+    sample = cross_fitting.Sample(*scores)
+    subsets = np.array([[0, 3, 8, 1, 5], [7, 2, 4, 6, 0], [8, 7, 6, 5, 4]])
+    at_once = sample.among(subsets).results()
+    assert at_once == pytest.approx(np.array([sample.among(each).results() for each in subsets]))
+
+
 # One family over several tasks.
 
 

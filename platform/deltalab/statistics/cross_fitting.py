@@ -76,9 +76,10 @@ class Sample:
         return self.among(np.arange(max(candidates, self.candidates)) % self.candidates)
 
     def among(self, columns: ArrayLike) -> "Sample":
-        """Returns the runs of some of the candidates, whose columns are given."""
+        """Returns the runs of some of the candidates, [..., n, k], whose columns are given, [..., k]."""
         chosen = np.asarray(columns)
-        return replace(self, validation=self.validation[:, chosen], test=self.test[:, chosen])
+        validation, test = (np.moveaxis(scores[:, chosen], 0, -2) for scores in (self.validation, self.test))
+        return replace(self, validation=validation, test=test)
 
     def exchanged(self, other: "Sample", kept: NDArray[np.bool_]) -> "Sample":
         """Returns this arm's runs of the seeds that are kept, [..., n], and the other arm's of the rest."""
@@ -120,18 +121,39 @@ class Sample:
             return np.zeros(scores.shape[:-1])
         best = _others(scores).argmax(-1)[..., None]
         scores = scores - scores.mean((-2, -1), keepdims=True)
-        products = scores[..., :, None] * scores[..., None, :]
-        products = products.sum(-3, keepdims=True) - products  # of the other seeds, [..., n, C, C]
         means = _others(scores) / (n - 1)
-        squares = np.diagonal(products, axis1=-2, axis2=-1)
-        with_best = np.take_along_axis(products, best[..., None], -1)[..., 0]
+        squares = scores**2
+        squares = squares.sum(-2, keepdims=True) - squares  # of the other seeds, [..., n, C]
+        with_best = _products(scores, best)
         gaps = np.take_along_axis(means, best, -1) - means
         spread = (squares + np.take_along_axis(squares, best, -1) - 2 * with_best) / (n - 1) - gaps**2
         spread = np.where(spread > _DUST * squares.max(-1, keepdims=True), spread, 0.0)
         np.put_along_axis(spread, best, np.inf, -1)  # The best has no difference to itself.
-        lower_median = np.sort(spread, axis=-1)[..., (candidates - 2) // 2]
+        middle = (candidates - 2) // 2
+        lower_median = np.partition(spread, middle, axis=-1)[..., middle]
         errors: Array = np.sqrt(lower_median / (n - 2))
         return errors
+
+
+def _products(scores: Array, best: NDArray[np.intp]) -> Array:
+    """The sums over a seed's other seeds of the scores times those of the seed's best candidate, [..., n, C].
+
+    Args:
+        scores: The scores, [..., n, C].
+        best: The best candidate of each seed, [..., n, 1].
+    """
+    n, candidates = scores.shape[-2:]
+    if candidates <= n:
+        products = scores[..., :, None] * scores[..., None, :]
+        products = products.sum(-3, keepdims=True) - products  # [..., n, C, C]
+        pairs: Array = np.take_along_axis(products, best[..., None], -1)[..., 0]
+        return pairs
+    # All pairs of candidates would be more than the seeds' best ones need: n * n * C products, not n * C * C.
+    of_best = np.take_along_axis(scores[..., None, :, :], best[..., None], -1)  # by seed and other seed, [..., n, n, 1]
+    products = of_best * scores[..., None, :, :]
+    own = np.arange(n)
+    sums: Array = products.sum(-2) - products[..., own, own, :]
+    return sums
 
 
 def _others(scores: Array) -> Array:

@@ -9,9 +9,9 @@ the others. If all candidates of an arm failed, the arm has only the seeds that 
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations
 from random import Random
 
@@ -242,21 +242,27 @@ class Scores:
         References:
             Dodge et al. 2019, arXiv:1909.03004.
         """
-        sample, draw = self.sample(arm, self.trained(arm)), Random(0)
+        sample = self.sample(arm, self.trained(arm))
         if not sample.seeds:
             return [math.nan] * sample.candidates
-        expected = []
-        for budget in range(1, sample.candidates + 1):
-            count = math.comb(sample.candidates, budget)
-            columns = range(sample.candidates)
-            subsets = combinations(columns, budget) if count <= SUBSETS else _drawn(columns, budget, draw)
-            expected.append(float(np.mean([sample.among(subset).results().mean() for subset in subsets])))
-        return expected
+        return [float(sample.among(subsets).results().mean()) for subsets in _subsets(sample.candidates)]
 
 
-def _drawn(columns: Sequence[int], size: int, draw: Random) -> Iterator[list[int]]:
-    """Draws `SUBSETS` subsets of a size."""
-    return (draw.sample(columns, size) for _ in range(SUBSETS))
+@lru_cache(maxsize=8)
+def _subsets(candidates: int) -> list[NDArray[np.intp]]:
+    """The subsets of 1, 2, ... candidates, [subsets, size]: all of a size, or `SUBSETS` of them drawn by lot.
+
+    Arms of as many candidates share them, since drawing takes as long as weighing.
+    """
+    draw, columns = Random(0), range(candidates)
+    return [
+        np.array(
+            list(combinations(columns, size))
+            if math.comb(candidates, size) <= SUBSETS
+            else [draw.sample(columns, size) for _ in range(SUBSETS)]
+        )
+        for size in range(1, candidates + 1)
+    ]
 
 
 def outcomes(
