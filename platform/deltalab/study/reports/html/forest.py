@@ -59,7 +59,8 @@ STYLE = """
   .forest thead { display: none; }
   .forest tr { display: block; padding: .6rem 0; border-bottom: 2px solid rgba(128, 128, 128, .4); }
   .forest th, .forest td { display: block; border: 0; padding: .15rem 0; }
-  .forest td[data-task]::before { content: attr(data-task) "  "; font-size: .85em; }
+  .forest td[data-task]::before { content: attr(data-task) "\\00a0 "; font-size: .85em; }
+  .forest .plot { margin: 0 .6rem; }
 }
 """
 
