@@ -328,8 +328,8 @@ class NoLook(TorchDispatchMode):
 @pytest.mark.parametrize(("name", "given"), TASKS, ids=lambda x: str(x))
 def test_a_step_on_any_task_never_looks_at_the_device(name: str, given: dict[str, Any]) -> None:
     task = deltalab.get_task(name, **given)
-    model = ModelSpec(rule="deltanet", vocab_size=task.vocab_size, d_model=8, layers=1, heads=1, readout=task.readout)
-    stack = stack_of(task, model)
+    of_task = {"vocab_size": task.vocab_size, "readout": task.readout, "patches": task.patches}
+    stack = stack_of(task, ModelSpec(rule="deltanet", d_model=8, layers=1, heads=1, **of_task))
     stack.update()
     with NoLook():
         stack.update()
