@@ -69,7 +69,7 @@ RESULTS = {
 
 LONGER = {
     "study run", "study restore", "study export-optuna", "rule check", "rule bench", "rule from-search", "module check",
-    "task check", "data show", "export", "train", "eval", "doctor", "dashboard", "mcp", "score",
+    "task check", "data show", "export", "train", "eval", "doctor", "dashboard", "mcp", "place", "score",
 }  # fmt: skip
 """Commands whose results other tests read, here or in test_commands.py."""
 

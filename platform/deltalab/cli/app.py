@@ -42,6 +42,7 @@ from deltalab.cli.options import (
     seconds,
     wants_json_errors,
 )
+from deltalab.cli.place import place
 from deltalab.cli.plugins import model, module, rule, task, trust_folder
 from deltalab.cli.score import score
 from deltalab.cli.train import train
@@ -361,6 +362,7 @@ def study_import(
     print_result(as_json, text, name=imported.name, file=file, tasks=tasks, arms=arms, left_out=list(imported.left_out))
 
 
+app.command()(place)
 app.command()(score)
 app.command()(export)
 app.command()(train)

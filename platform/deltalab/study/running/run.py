@@ -205,7 +205,7 @@ def run_study_file(
 
 def run_study(plan: Plan, settings: RunSettings) -> StudyResult:
     """Runs the study of a plan, as `run_study_file` runs that of a file."""
-    _require_runnable(plan, settings)
+    require_runnable(plan, settings)
 
     def execute(schedule: StackSource, runs: Path | str, progress: ProgressBars) -> None:
         if settings.executor == "inline":
@@ -265,7 +265,7 @@ def require_settings(settings: RunSettings) -> None:
         raise InputError("--executor inline runs one stack at a time: --workers and --address are Ray's")
 
 
-def _require_runnable(plan: Plan, settings: RunSettings) -> None:
+def require_runnable(plan: Plan, settings: RunSettings) -> None:
     """Raises `InputError` if the settings do not go together, or if this machine cannot run the study."""
     require_settings(settings)
     if plan.spec.engine is not None:
