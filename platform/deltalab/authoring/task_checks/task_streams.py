@@ -231,8 +231,8 @@ def _one_of_many(batches: list[Batch]) -> set[str]:
         torch.cat(parts) for parts in ([part.inputs for part in batches], [last_scored(part) for part in batches])
     )
     used = inputs[torch.arange(inputs.shape[1]) <= last[:, None]]
-    share = torch.bincount(used).double() / max(1, len(used))
-    nats = -float(torch.xlogy(share, share).sum())
+    share = used.unique(return_counts=True)[1].double() / max(1, used.numel())
+    nats = -float(torch.xlogy(share, share).sum()) * math.prod(inputs.shape[2:])  # of all numbers of a patch
     return {
         example
         for batch in batches
@@ -252,12 +252,13 @@ def splits(task: Task) -> Iterator[Measurement]:
 
 
 def near_copies(task: Task) -> Iterator[Measurement]:
-    """Measures the share of an evaluation's examples that differ from a training example in one or two tokens.
+    """Measures the share of an evaluation's examples that differ from one of training in 1 or 2 tokens or patches.
 
     The share that training itself has at other steps and at another seed is taken off: short examples are alike by
     chance.
     """
-    count = min(STEPS, max(1, math.isqrt(MOST_COMPARED // task.length) // SIZE))
+    numbers = task.length * (1 if task.patches is None else task.patches[2])
+    count = min(STEPS, max(1, math.isqrt(MOST_COMPARED // numbers) // SIZE))
     trained = [task.batch("train", SIZE, 0, step) for step in range(count)]
     known = torch.cat([batch.inputs for batch in trained])
     more = [[task.batch("train", SIZE, seed, step + STEPS) for step in range(count)] for seed in (0, 1)]
@@ -266,7 +267,8 @@ def near_copies(task: Task) -> Iterator[Measurement]:
         for member in drawn(task, split):
             if member.length == task.length:
                 share = _near_share([member.batch(split, SIZE, 0, step) for step in range(count)], known)
-                what = f"share of examples of {split} that differ from one of training in 1 or {NEAR} tokens"
+                parts = "tokens" if task.patches is None else "patches"
+                what = f"share of examples of {split} that differ from one of training in 1 or {NEAR} {parts}"
                 yield Measurement(max(0.0, share - chance), f"{what}, beyond the {chance:.3g} of training itself,")
 
 
@@ -279,20 +281,23 @@ def _near_share(batches: list[Batch], known: Tensor) -> float:
     for batch in batches:
         counts = torch.arange(known.shape[1]) <= last_scored(batch)[:, None]
         apart = torch.stack(
-            [((row != known) & counted).sum(1) for row, counted in zip(batch.inputs, counts, strict=True)]
+            [
+                ((row != known).view(*known.shape[:2], -1).any(2) & counted).sum(1)
+                for row, counted in zip(batch.inputs, counts, strict=True)
+            ]
         )
         near.append(((apart >= 1) & (apart <= NEAR)).any(1))
     return float(torch.cat(near).double().mean())
 
 
 def vocabulary(task: Task) -> Iterator[Measurement]:
-    """Measures the share of tokens of evaluation that training does not have."""
+    """Measures the share of tokens of evaluation that training does not have; of classes alone for images."""
     for member in drawn(task, "test"):
         batches_at = {
             address: _drawn_at(member, *address)
             for address in (("train", 0), ("train", 1), *((split, 0) for split in SPLITS[1:]))
         }
-        for name in ("inputs", "labels"):
+        for name in ("inputs", "labels") if task.patches is None else ("labels",):
             tokens = {
                 address: torch.cat([getattr(batch, name).flatten() for batch in drawn_batches])
                 for address, drawn_batches in batches_at.items()

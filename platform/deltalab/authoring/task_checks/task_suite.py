@@ -22,13 +22,8 @@ from deltalab.authoring.task_checks.task_batches import SIZE, batches, drawn, sc
 from deltalab.registry import get_task
 from deltalab.tasks.task import IGNORE, SPLITS, Task
 
-OF_TOKENS = frozenset(
-    {
-        "shift", "streams", "near copies", "vocabulary", "alike", "near inputs", "one input", "distances", "order",
-        "classes", "facts", "knowable",
-    }
-)  # fmt: skip
-"""The checks that compare tokens, which images do not have."""
+OF_TOKENS = frozenset({"shift", "alike", "near inputs", "one input", "distances", "classes", "facts", "knowable"})
+"""The checks that look for answers among the tokens, which images do not have."""
 
 
 def check_task(task: Task | str, *, forked: bool = False) -> list[CheckResult]:
