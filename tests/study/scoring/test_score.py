@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,7 +26,7 @@ from deltalab.study.running.run import RunSettings
 from deltalab.study.scoring import design
 from deltalab.study.scoring import score as scoring
 from deltalab.study.workers.jobs import Job
-from deltalab.study.workers.train_stack import _record, failed
+from deltalab.study.workers.train_stack import Start, _record, failed
 
 STUDY: dict[str, Any] = {
     "name": "loop",
@@ -60,7 +59,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
                 value = 0.5 + better if kind.maximize else 2 - better
                 metrics = [(split, kind.metric, 4, value) for split in ("validation", "test")]
                 runs.append(RunRecord(seed, "done", None, metrics, []))
-            records.append(_record(job, time.monotonic(), 1, runs=runs))
+            records.append(_record(job, Start.now(), 1, runs=runs))
         return records
 
     monkeypatch.setattr("deltalab.study.workers.worker.Worker.execute", execute)

@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from deltalab.study.searching.phase import finalists
 from deltalab.study.searching.results import CandidateResult, candidate_results, halvings
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers.jobs import Job
-from deltalab.study.workers.train_stack import _record, failed
+from deltalab.study.workers.train_stack import Start, _record, failed
 from deltalab.study.workers.worker import Worker
 
 STUDY: dict[str, Any] = {
@@ -198,7 +197,7 @@ def computed(job: Job, score: float | None = None) -> TrialRecord:
         ("cost", "state_size"): float(model.d_model),
     }
     metrics = [(*name, train.steps, value) for name, value in figures.items()]
-    return _record(job, time.monotonic(), 1, runs=[RunRecord(seed, "done", None, metrics, []) for seed in job.seeds])
+    return _record(job, Start.now(), 1, runs=[RunRecord(seed, "done", None, metrics, []) for seed in job.seeds])
 
 
 def executed(worker: Worker, stack: Sequence[Job], *_: Any) -> list[TrialRecord]:
