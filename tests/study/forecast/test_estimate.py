@@ -154,7 +154,10 @@ def test_parameters_that_do_nothing_are_looked_for_until_enough_was_written(monk
     known = [arm.dead_parameters for arm in estimate(plan).arms]
     assert None not in known
     monkeypatch.setattr(estimates, "MOST_WRITTEN", 1000)
-    assert {arm.dead_parameters for arm in estimate(plan).arms} == {None}
+    found = estimate(plan)
+    assert {arm.dead_parameters for arm in found.arms} == {None}
+    said = [note for note in found.notes if "are not counted" in note]
+    assert [note.split(":")[0] for note in said] == [", ".join(dict.fromkeys(arm.arm for arm in found.arms))]
 
 
 def test_nothing_is_timed_for_a_gpu(no_gpu: None, trainers: list[ModelSpec]) -> None:
@@ -199,6 +202,22 @@ def test_sizes_of_one_spread_share_a_line(no_gpu: None) -> None:
     text = " ".join(printed(replace(estimate(planned("mqar_capacity")), effects=alike)).split())
     assert "On a, b, c, 2 more that is 0.2 in accuracy" in text
     assert "On f that is 0.3 in accuracy" in text
+
+
+def test_a_plan_of_many_tasks_has_a_row_for_each_arm(no_gpu: None) -> None:
+    plan = estimate(planned("quickstart"))
+    sizes = {"state_size": 30, "kv_cache": 10, "conv_cache": 0, "seconds": 60.0}
+    cost = replace(plan.arms[0], arm="base", change="", parameters=1000, **sizes)
+    costs = [replace(cost, task=f"t{n}", parameters=1000 + n, state_size=30 + n % 2) for n in range(40)]
+    costs += [replace(each, arm="other", change=f"heads={n}", state_size=None) for n, each in enumerate(costs)]
+    found = replace(plan, arms=costs)
+    rows = [" ".join(line.split()) for line in printed(found).splitlines()]
+    assert rows[1] == "40 tasks base 1,000 to 1,039 20 to 21 10 40 min"
+    assert rows[2] == "40 tasks other differs by task 1,000 to 1,039 not known 10 40 min"
+    assert rows[3] == "Each row is an arm on all its tasks; --json has each task."
+    assert len(json.loads(found.to_json())["arms"]) == 80
+    few = printed(replace(plan, arms=costs[:32] + costs[40:72])).splitlines()
+    assert sum(line.startswith("t") for line in few[1:65]) == 64, "each row stands by itself"
 
 
 def training(d_model: int, length: int, batch: int, vocabulary: int) -> Training:

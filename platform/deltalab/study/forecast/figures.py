@@ -14,6 +14,9 @@ from deltalab.reading import pairs
 from deltalab.statistics.joint_test import seeds_needed
 from deltalab.store.studies.driver_status import duration
 
+MOST_ROWS = 64
+"""The rows of a printed table of arms. A plan of more has a row for each arm, with the range of its sizes."""
+
 
 @dataclass(frozen=True)
 class ArmCost:
@@ -125,10 +128,17 @@ class Estimate:
         more = {head: key for head, key in more.items() if any(getattr(arm, key) for arm in self.arms)}
         for column in ("task", "arm", "change to the base", "parameters", "state", *more, "time"):
             table.add_column(column, overflow="fold")
-        for arm in self.arms:
-            state = "not known" if arm.state_size is None else f"{arm.state_size - arm.kv_cache:,}"
-            sizes = [f"{arm.parameters:,}", state, *(f"{getattr(arm, key):,}" for key in more.values())]
-            table.add_row(arm.task, arm.arm, arm.change, *sizes, duration(arm.seconds))
+        rows = self._rows()
+        for costs in rows:
+            states = [arm.state_size - arm.kv_cache for arm in costs if arm.state_size is not None]
+            state = from_to(states) if len(states) == len(costs) else "not known"
+            caches = [from_to([getattr(arm, key) for arm in costs]) for key in more.values()]
+            task = costs[0].task if len(costs) == 1 else f"{len(costs)} tasks"
+            change = costs[0].change if len({arm.change for arm in costs}) == 1 else "differs by task"
+            seconds = [arm.seconds for arm in costs if arm.seconds is not None]
+            total = sum(seconds) if len(seconds) == len(costs) else None
+            parameters = from_to([arm.parameters for arm in costs])
+            table.add_row(task, costs[0].arm, change, parameters, state, *caches, duration(total))
         time = (
             "for a time that is unknown"
             if self.seconds is None
@@ -138,6 +148,7 @@ class Estimate:
         name = self.study + (f" ({self.profile})" if self.profile else "")
         name += f" with {pairs(self.overrides)}" if self.overrides else ""
         lines = [
+            *([] if len(rows) == len(self.arms) else ["Each row is an arm on all its tasks; --json has each task."]),
             f"{name}: {self.trials} trials, {self.runs} runs, {time}",
             self.how,
             *self._paid(),
@@ -145,6 +156,15 @@ class Estimate:
             *self.notes,
         ]
         return Group(table, *map(Text, lines))
+
+    def _rows(self) -> list[list[ArmCost]]:
+        """Returns the figures that share a row: those of one arm on one task, or on all tasks if there are many."""
+        if len(self.arms) <= MOST_ROWS:
+            return [[cost] for cost in self.arms]
+        rows: dict[str, list[ArmCost]] = {}
+        for cost in self.arms:
+            rows.setdefault(cost.arm, []).append(cost)
+        return list(rows.values())
 
     def _paid(self) -> list[str]:
         """Says how many hours of GPUs the study takes, and what they cost, in lines of text."""
@@ -191,6 +211,12 @@ class Estimate:
                 "study of the task."
             )
         return lines
+
+
+def from_to(numbers: Sequence[int]) -> str:
+    """Returns the least and the largest of some numbers as text; one number if they are alike."""
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _first(tasks: Sequence[str]) -> str:

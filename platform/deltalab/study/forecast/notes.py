@@ -8,7 +8,7 @@ from deltalab.authoring.module_checks import unstackable
 from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters_text
 from deltalab.models.published import preset_text
 from deltalab.own_module import OwnModule
-from deltalab.study.forecast.figures import ArmCost
+from deltalab.study.forecast.figures import ArmCost, from_to
 from deltalab.study.forecast.step_time import Training
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.sections.ladder_sizes import learning_rates_text
@@ -49,16 +49,21 @@ def notes_of(plan: Plan, arms: list[ArmCost], trainings: list[Training], steps: 
 def _dead(plan: Plan, costs: list[ArmCost]) -> list[str]:
     """Notes on arms with parameters that do nothing. An arm with as many on each task is named once.
 
-    What a search will find is not known, and its finalists stand in the plan as the base.
+    Arms whose blocks are not looked at share a note. What a search will find is not known, and its
+    finalists stand in the plan as the base.
     """
     known = [cost for cost, arm in zip(costs, plan.arms, strict=True) if arm.is_base or not plan.spec.search]
-    notes = (
-        f"{cost.arm}: parameters that do nothing are not counted in blocks of over {MOST_COUNTED:,} parameters, nor in "
-        f"the blocks after the first {MOST_TRIED:,}, nor after {MOST_WRITTEN:,} elements that models wrote."
-        if cost.dead_parameters is None
-        else dead_parameters_text(cost.arm, cost.dead_parameters, cost.parameters)
+    notes = [
+        dead_parameters_text(cost.arm, cost.dead_parameters, cost.parameters)
         for cost in known
-    )
+        if cost.dead_parameters is not None
+    ]
+    if large := dict.fromkeys(cost.arm for cost in known if cost.dead_parameters is None):
+        notes.append(
+            f"{', '.join(large)}: parameters that do nothing are not counted in blocks of over {MOST_COUNTED:,} "
+            f"parameters, nor in the blocks after the first {MOST_TRIED:,}, nor after {MOST_WRITTEN:,} elements that "
+            "models wrote."
+        )
     return list(dict.fromkeys(filter(None, notes)))
 
 
@@ -192,12 +197,6 @@ def _passes(trainings: list[Training]) -> list[str]:
             shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
             lines.setdefault((task.name, shown), []).append(task.train_tokens)
     return [
-        f"{name}: a run makes {shown} passes over {_from_to(tokens)} tokens of training data"
+        f"{name}: a run makes {shown} passes over {from_to(tokens)} tokens of training data"
         for (name, shown), tokens in lines.items()
     ]
-
-
-def _from_to(numbers: Sequence[int]) -> str:
-    """Returns the least and the largest of some numbers as text; one number if they are alike."""
-    least, most = min(numbers), max(numbers)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
