@@ -5,6 +5,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ OF_KINDS = {
 
 CANNOT = {
     ("fp8", "float8", "mxfp"): "products are in bf16 or fp32, as precision says",
-    ("tensor_parallel",): "GPUs share a model by FSDP2, and none shares the products of a layer",
-    ("context_parallel", "sequence_parallel"): "GPUs share a batch by its sequences, and none shares a sequence",
-    ("pipeline_parallel",): "GPUs share a model by FSDP2, and each computes all layers",
+    ("tensor_parallel", "tp"): "GPUs share a model by FSDP2, and none shares the products of a layer",
+    ("context_parallel", "sequence_parallel", "cp"): "GPUs share a batch by its sequences, and none shares a sequence",
+    ("pipeline_parallel", "pp"): "GPUs share a model by FSDP2, and each computes all layers",
 }
 """Words of settings for what the engines have of their own and trainings here do not use -> what they do instead."""
 
@@ -208,6 +209,20 @@ def changed_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, prefi
     return new
 
 
+def no_engine_takes(key: str) -> str | None:
+    """Says what trainings do in place of what a setting asks for; None if it asks for nothing that engines cannot do.
+
+    Examples:
+        >>> no_engine_takes("parallelism.pp")
+        "no engine takes 'parallelism.pp': GPUs share a model by FSDP2, and each computes all layers"
+    """
+    parts = re.split(r"\W", key.lower())
+    for words, what in CANNOT.items():
+        if any(part == word or (len(word) > 2 and word in part) for part in parts for word in words):
+            return f"no engine takes '{key}': {what}"
+    return None
+
+
 def unknown_setting(key: str, known: Iterable[str], *, where: str = "") -> InputError:
     """Makes the error for a setting that no recipe has. If no engine can do what it asks for, the error says so.
 
@@ -216,9 +231,8 @@ def unknown_setting(key: str, known: Iterable[str], *, where: str = "") -> Input
         known: The settings that exist, as a user spells them.
         where: The option or the file that gives the setting.
     """
-    for words, what in CANNOT.items():
-        if any(word in key.lower() for word in words):
-            return InputError(f"{where}{': ' if where else ''}no engine takes '{key}': {what}")
+    if (reason := no_engine_takes(key)) is not None:
+        return InputError(f"{where}{': ' if where else ''}{reason}")
     return unknown("setting", key, known, where=where)
 
 

@@ -138,6 +138,10 @@ def test_a_path_leads_to_any_key(file: str, word: str, found: Callable[[object],
             "command line: arms.same.rule=gated_deltanet: arm 'same' is the same as base",
         ),
         (["train.lr=0.5", "seeds=3", "train.steps=-1", "model.layers=1"], "command line: base: train.steps must be"),
+        # Settings of an engine are paths, and its bare name stands for a section.
+        (["engine=torchtitan", "engine.settings.checkpoint.evry=8"], "'checkpoint.evry'; did you mean 'checkpoint.e"),
+        (["engine=torchtitan", "engine.settings.parallelism.pp=2"], "no engine takes 'parallelism.pp': GPUs share a"),
+        (["engine=torchtitan", "engine.tp=2"], "command line: engine.tp=2: engine: no engine takes 'tp': GPUs share"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_where_it_is(file: str, words: list[str], said: str) -> None:

@@ -26,6 +26,7 @@ _WITH_PATHS: dict[str, tuple[str, ...]] = {
     "scales": ("transfer", "keep_out"),
     "fidelity": ("keep",),
     "when": (),
+    "settings": (),
 }
 """Maps each section whose keys are paths with dots to the keys of the section that are no paths."""
 
@@ -111,7 +112,7 @@ def _put(study: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
             below = {}
         elif isinstance(below, tuple):
             below = list(below)
-        elif isinstance(below, str) and at == "rule":
+        elif isinstance(below, str) and at in ("rule", "engine"):
             below = {"name": below}
         elif not isinstance(below, dict | list):
             lacks = ".".join(parts)
@@ -136,7 +137,7 @@ def _key(here: Mapping[str, Any], parts: list[str], above: list[str]) -> tuple[s
             return key, parts[end:]
     end = 1
     if above and above[-1] in _WITH_PATHS and parts[0] not in _WITH_PATHS[above[-1]]:
-        inside = () if above[-1] in ("scales", "fidelity", "when") else Search.model_fields
+        inside = () if above[-1] in ("scales", "fidelity", "when", "settings") else Search.model_fields
         end = next((i for i in range(1, len(parts)) if parts[i] in inside), len(parts))
     return ".".join(parts[:end]), parts[end:]
 

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from deltalab.errors import InputError, unknown
 from deltalab.export.papers import recipe_names
-from deltalab.export.recipe import check_setting, unknown_setting
+from deltalab.export.recipe import check_setting, no_engine_takes, unknown_setting
 from deltalab.study.specs.sections.search_space import Strict, Whole
 from deltalab.training.recipe_keys import FREE, default_settings
 
@@ -46,6 +46,9 @@ class Engine(Strict):
     @model_validator(mode="before")
     @classmethod
     def _name_alone(cls, raw: Any) -> Any:
+        for key in raw if isinstance(raw, dict) else ():
+            if key not in cls.model_fields and (reason := no_engine_takes(str(key))) is not None:
+                raise ValueError(reason)
         return {"name": raw} if isinstance(raw, str) else raw
 
     @field_validator("recipe")
