@@ -39,7 +39,7 @@ def test_a_study_shows_each_arm_of_each_task(ablation: int) -> None:
     app = open_page(tables="true")
     mqar, text = (table.value for table in app.dataframe)
     assert list(mqar["arm"]) == list(text["arm"]) == list(ARMS)
-    assert list(mqar["verdict"]) == ["base", "▼ worse", "○ undecided: needs 122 seeds"]
+    assert list(mqar["verdict"]) == ["base", "▼ worse", "○ undecided: needs 123 seeds"]
     assert list(text["verdict"]) == ["base", "▲ better", "not run"]
     assert list(mqar["best"]) == ["★ best", "", ""]
     assert list(text["best"]) == ["", "★ best", ""]

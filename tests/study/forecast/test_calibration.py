@@ -185,7 +185,7 @@ def test_an_arm_that_stopped_goes_on_competing_with_its_seeds_repeated() -> None
 
 def test_the_benchmark_finds_what_a_study_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    bench = importlib.import_module("calibration")
+    bench = importlib.import_module("calibration.many_studies")
     random = np.random.default_rng(1)
     for looks in (one_look(9), spread_looks(6, 13)):
         d = random.normal(size=(4, 3, looks[-1].seeds)) + np.array([2.0, 1.0, 0.0])[:, None]

@@ -42,7 +42,7 @@ def scored_placements(
         (6, (0, 1))
         >>> found = scored_placements(40, 4, (9, 19, 29, 39), lambda placement: sum(placement))
         >>> len(found), min(found, key=found.__getitem__)
-        (500, (0, 1, 2, 3))
+        (500, (0, 1, 2, 7))
     """
     if math.comb(layers, count) <= MOST_SCORED:
         return {placement: score(placement) for placement in combinations(range(layers), count)}
@@ -92,7 +92,7 @@ def confirmed(order: Sequence[Placement], base: Placement, best: int, spread: in
 
     Examples:
         >>> confirmed([(n,) for n in range(10)], (1,), best=2, spread=3)
-        [(0,), (2,), (4,), (7,), (9,)]
+        [(0,), (2,), (5,), (7,), (9,)]
     """
     others = [placement for placement in order if placement != base]
     left = len(others) - best
