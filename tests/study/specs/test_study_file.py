@@ -292,6 +292,7 @@ UNMET: dict[str, list[tuple[dict[str, Any], str]]] = {
     "compositional_mqar": [({"length": 20, "side": 2}, "'length' must be at least 6 x side^2 = 24, not 20")],
     "depo": [({"nodes": 1}, "'nodes' must be")],
     "digits": [({"both_ways": 1}, "'both_ways' must be true or false, not 1")],
+    "digit_patches": [({"train_images": 9}, "'train_images' must be from 10 to 1,197")],
     "forgetting_mqar": [({"pairs": 4, "updates": 5}, "'updates' must be between 1 and pairs = 4, not 5")],
     "lano": [({"levels": 0}, "'levels' must be")],
     "length_copy": [({"times": [0]}, "'times' must all be at least 1")],
@@ -321,6 +322,10 @@ UNMET: dict[str, list[tuple[dict[str, Any], str]]] = {
     "ruler_needles": [({"times": []}, "'times' must name a multiple")],
     "ruler_variables": [({"chains": 0}, "'chains' must be")],
     "selectiv": [({"times": [0]}, "'times' must")],
+    "shapes": [
+        ({"side": 32, "patch": 5}, "'patch' must divide the 32 pixels of an image"),
+        ({"side": 8}, "'side' must be from 16 to 256"),
+    ],
     "text": [({"length": 0}, "'length' must be at least 1, not 0")],
     "word_problem": [
         ({"group": "S9"}, "S9"),
