@@ -35,6 +35,7 @@ from deltalab.cli.options import (
     Progress,
     StudyFile,
     StudyName,
+    Workers,
     find_study,
     latest_study,
     not_empty,
@@ -63,7 +64,6 @@ for name, group in (
 studies.add_to(study)
 
 console = Console()
-MOST_WORKERS = 10_000
 INTERRUPTED = (130, 143, 129, 131)
 """The exit codes after SIGINT, for which Typer prints nothing, after SIGTERM, SIGHUP and SIGQUIT."""
 
@@ -97,7 +97,7 @@ def study_run(
     executor: Annotated[
         str, typer.Option(help="ray; inline for one stack at a time without Ray; or slurm, which submits jobs.")
     ] = "ray",
-    workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
+    workers: Workers = None,
     address: Annotated[str | None, typer.Option(callback=not_empty, help="Address of a Ray cluster.")] = None,
     slurm: Annotated[
         list[str] | None,
@@ -166,7 +166,7 @@ def study_plan(
     study_file: StudyFile,
     settings: Overrides = None,
     profile: Profile = None,
-    workers: Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")] = None,
+    workers: Workers = None,
     db: Db = None,
     sd: Annotated[
         float | None,

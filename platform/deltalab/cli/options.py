@@ -16,6 +16,7 @@ from rich.table import Table
 from deltalab import progress
 from deltalab.errors import InputError, unknown
 
+MOST_WORKERS = 10_000
 PIPED = 10_000
 """The width of a table that is no terminal's: each row is one line for the next command of a pipe."""
 
@@ -45,6 +46,13 @@ def _tell_in(form: str) -> str:
     return form
 
 
+def _not_of_a_queue(name: str) -> str:
+    """Refuses an executor whose jobs wait in a queue: a proposal takes minutes, and a supernet this process."""
+    if name not in ("ray", "inline"):
+        raise unknown("executor", name, ("ray", "inline"), where="--executor")
+    return name
+
+
 def not_empty(value: str | None) -> str | None:
     """Refuses an option whose value is empty."""
     if value is not None and not value.strip():
@@ -68,6 +76,10 @@ BackupEvery = Annotated[
         "--backup-every", metavar="TIME", help="Back up the database now and then, such as every 30s, 10m or 2h."
     ),
 ]
+ExecutorHere = Annotated[
+    str,
+    typer.Option("--executor", help="ray, or inline for one stack at a time without Ray.", callback=_not_of_a_queue),
+]
 Folder = Annotated[Path, typer.Option("--folder", help="Where to write it.")]
 LogTo = Annotated[
     list[str] | None,
@@ -87,6 +99,7 @@ StudyFile = Annotated[
     Path, typer.Argument(metavar="FILE|NAME", help="A study's file, or the name of one in ./studies or shipped.")
 ]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study's NAME, NAME:PROFILE, id or file.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, max=MOST_WORKERS, help="Stacks of trials at a time.")]
 
 
 def seconds(text: str, option: str) -> float:

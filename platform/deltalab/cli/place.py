@@ -7,11 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deltalab.cli.options import AsJson, Db, Overrides, Profile, Progress, StudyFile
-from deltalab.errors import unknown
-
-EXECUTORS = ("ray", "inline")
-"""The supernet trains in this process, which waits for no job of Slurm."""
+from deltalab.cli.options import AsJson, Db, ExecutorHere, Overrides, Profile, Progress, StudyFile, Workers
 
 
 def place(
@@ -26,8 +22,8 @@ def place(
     ] = None,
     db: Db = None,
     profile: Profile = None,
-    executor: Annotated[str, typer.Option(help="ray, or inline for one stack at a time without Ray.")] = "ray",
-    workers: Annotated[int | None, typer.Option(min=1, max=10_000, help="Stacks of trials at a time.")] = None,
+    executor: ExecutorHere = "ray",
+    workers: Workers = None,
     as_json: AsJson = False,
     progress_form: Progress = "text",
 ) -> None:
@@ -38,8 +34,6 @@ def place(
     from deltalab.study.placing.place import place as placed
     from deltalab.study.running.run import RunSettings
 
-    if executor not in EXECUTORS:
-        raise unknown("executor", executor, EXECUTORS, where="--executor")
     run = RunSettings(db=db, executor=executor, workers=workers, quiet=False)  # type: ignore[arg-type]
     found = placed(study_file, run, best=best, spread=spread, steps=steps, profile=profile, overrides=settings)
     if as_json:

@@ -5,11 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltalab.cli.options import AsJson, Db, Overrides, Profile, Progress
-from deltalab.errors import unknown
-
-EXECUTORS = ("ray", "inline")
-"""A proposal is scored in minutes, which jobs of Slurm may wait for in their queue."""
+from deltalab.cli.options import AsJson, Db, ExecutorHere, Overrides, Profile, Progress, Workers
 
 
 def score(
@@ -18,8 +14,8 @@ def score(
     against: Annotated[str, typer.Option("--against", metavar="FILE|NAME", help="The study with the base.")] = ...,  # type: ignore[assignment]
     db: Db = None,
     profile: Profile = None,
-    executor: Annotated[str, typer.Option(help="ray, or inline for one stack at a time without Ray.")] = "ray",
-    workers: Annotated[int | None, typer.Option(min=1, max=10_000, help="Stacks of trials at a time.")] = None,
+    executor: ExecutorHere = "ray",
+    workers: Workers = None,
     as_json: AsJson = False,
     progress_form: Progress = "text",
 ) -> None:
@@ -30,8 +26,6 @@ def score(
     from deltalab.study.running.run import RunSettings
     from deltalab.study.scoring.score import score as scored
 
-    if executor not in EXECUTORS:
-        raise unknown("executor", executor, EXECUTORS, where="--executor")
     run = RunSettings(db=db, executor=executor, workers=workers, quiet=False)  # type: ignore[arg-type]
     answer = scored(rule_file, against, run, profile=profile, overrides=settings)
     if as_json:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltalab.tasks.randomness import Random
-from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, surprisal
+from deltalab.tasks.task import IGNORE, SPLITS, Batch, Task, one_answer
 
 IMAGES = Path(__file__).with_name("digits.csv.gz")
 """The test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak 1998, UCI Machine Learning
@@ -87,10 +87,7 @@ class Digits(Task):
         return Batch(inputs, targets)
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        right = (logits.argmax(-1) == batch.targets[:, -1]).double()
-        nats = surprisal(batch, logits).double()
-        count = nats.new_tensor(len(nats))
-        return {"accuracy": (right.sum(), count), "loss": (nats.sum(), count)}
+        return one_answer(batch, logits)
 
 
 @cache

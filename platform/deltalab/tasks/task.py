@@ -305,3 +305,16 @@ def surprisal(batch: Batch, logits: Tensor) -> Tensor:
         logits: The logits at its N scored positions, [N, V].
     """
     return functional.cross_entropy(logits.float(), batch.labels, reduction="none")
+
+
+def one_answer(batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns sums and counts of accuracy and loss, where each sequence has one target, at its last token.
+
+    Args:
+        batch: The batch.
+        logits: The logits at those targets, [B, V].
+    """
+    right = (logits.argmax(-1) == batch.targets[:, -1]).double()
+    nats = surprisal(batch, logits).double()
+    count = nats.new_tensor(len(nats))
+    return {"accuracy": (right.sum(), count), "loss": (nats.sum(), count)}

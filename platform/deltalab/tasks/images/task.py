@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deltalab.tasks.task import IGNORE, Batch, Task, surprisal
+from deltalab.tasks.task import IGNORE, Batch, Task, one_answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,4 @@ class ImageTask(Task):
         return Batch(inputs, targets)
 
     def measure(self, batch: Batch, logits: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        right = (logits.argmax(-1) == batch.targets[:, -1]).double()
-        nats = surprisal(batch, logits).double()
-        count = nats.new_tensor(len(nats))
-        return {"accuracy": (right.sum(), count), "loss": (nats.sum(), count)}
+        return one_answer(batch, logits)
