@@ -97,7 +97,7 @@ def test_a_step_of_any_layer_is_one_graph_and_as_on_a_cpu(given: dict[str, Any])
 @pytest.mark.parametrize("name", BUILTIN)
 def test_a_step_on_any_task_is_one_graph(name: str) -> None:
     task = deltalab.get_task(name, **task_plugin(name).kind.example)
-    spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout)
+    spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout, patches=task.patches)
     graph, eager = (trained(task, spec, SPEC, graph=wanted) for wanted in (True, False))
     assert graph.graph == "whole step", graph.graph
     assert_close(graph, eager, 1e-3)
@@ -107,7 +107,7 @@ def test_a_step_on_any_task_is_one_graph(name: str) -> None:
 def test_training_on_any_task_is_that_on_a_cpu(name: str) -> None:
     """No graph and no kernel is in both, so that a wrong one cannot agree with itself."""
     task = deltalab.get_task(name, **task_plugin(name).kind.example)
-    spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout)
+    spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout, patches=task.patches)
     on_gpu, on_cpu = (train(task, spec, replace(SPEC, device=device), [1, 2]) for device in ("cuda", "cpu"))
     for run, other in zip(on_gpu.runs, on_cpu.runs, strict=True):
         for split in ("train", "validation"):

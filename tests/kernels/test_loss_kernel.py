@@ -94,7 +94,14 @@ def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest
 @pytest.mark.parametrize("name", list_tasks())
 def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = get_task(name, **task_plugin(name).kind.example)
-    model = ModelSpec(rule="linear_attention", vocab_size=task.vocab_size, d_model=8, heads=1, readout=task.readout)
+    model = ModelSpec(
+        rule="linear_attention",
+        vocab_size=task.vocab_size,
+        d_model=8,
+        heads=1,
+        readout=task.readout,
+        patches=task.patches,
+    )
     trial = LockStep(
         task, [(model, TrainSpec(steps=1, batch_size=2, lr=0.01, evaluations=1, precision="fp32"))], [1, 2], most=2
     )
