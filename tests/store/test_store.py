@@ -20,7 +20,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from tests.support.records import ARMS, begin, run, trial
 
 from deltalab.errors import InputError
-from deltalab.store import ArmRecord, ArtifactRecord, Store, database
+from deltalab.store import ArtifactRecord, Store, database
 from deltalab.store.models import Base, Metric, Run, Trial
 from deltalab.study.reports.report import report
 
@@ -122,11 +122,8 @@ def test_a_rerun_continues_the_study(store: Store) -> None:
     assert finished.finished_at is not None
     assert finished.created_at <= finished.finished_at
 
-    tuples = [
-        ArmRecord("base", True, {}, ARMS[0].config),
-        ArmRecord("no_d", False, {"rule.d": (0.02, 0)}, ARMS[1].config),
-    ]
-    assert begin(store, arms=tuples) == study
+    of_a_later_release = [replace(arm, config={**arm.config, "new": 1}) for arm in ARMS]
+    assert begin(store, arms=of_a_later_release) == study
     again = store.study(study)
     assert again.state == "running"
     assert again.finished_at is None

@@ -262,11 +262,11 @@ class Store(Ledger):
                     session.add(Arm(study_id=study.id, position=position, **asdict(arm)))
                 return study.id, self._claim(session, study, runs, watched)
             rows = session.scalars(select(Arm).where(Arm.study_id == study.id).order_by(Arm.position))
-            recorded = [ArmRecord(row.name, row.is_base, row.change, row.config) for row in rows]
-            if _as_json(recorded) != _as_json(arms):
+            recorded, given = [row.name for row in rows], [arm.name for arm in arms]
+            if recorded != given:  # The identity holds what arms compute; their settings may be an earlier release's.
                 raise InputError(
-                    f"study '{name}' is recorded with the arms {', '.join(arm.name for arm in recorded)}; "
-                    f"give this one, with {', '.join(arm.name for arm in arms)}, another name"
+                    f"study '{name}' is recorded with the arms {', '.join(recorded)}; "
+                    f"give this one, with {', '.join(given)}, another name"
                 )
             provenance_before = {
                 key: value for key, value in study.provenance.items() if key not in ("earlier", "given_up")
@@ -385,11 +385,6 @@ def _file_of(engine: Engine) -> HeldFile | None:
     """Returns the file of an SQLite ledger. None stands for any other database, or for an address `file:...`."""
     url = engine.url
     return HeldFile(Path(str(url.database))) if engine.name == "sqlite" and "uri" not in url.query else None
-
-
-def _as_json(arms: Sequence[ArmRecord]) -> str:
-    """Returns the names and settings of arms as JSON. Changes are left out: releases may spell them differently."""
-    return json.dumps([[arm.name, arm.is_base, arm.config] for arm in arms], sort_keys=True)
 
 
 def _add_trial(session: Session, record: TrialRecord) -> int:
