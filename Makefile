@@ -4,7 +4,7 @@ BIN := .venv/bin
 STUDY ?= studies/comba_ablation.yaml
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: study test quick test-all chaos browser check resolve smoke release container docs site picture clean
+.PHONY: study test quick rest test-all chaos browser check resolve smoke release container docs site picture clean
 
 study: .venv/installed
 	$(BIN)/deltalab study run $(STUDY)
@@ -17,6 +17,10 @@ test: .venv/installed-dev
 
 quick: .venv/installed-dev
 	$(BIN)/pytest -n 2 --dist worksteal --quick
+
+# What `quick` leaves out. After it every test has run, as by `test-all`.
+rest: .venv/installed-dev
+	$(BIN)/pytest -n 2 --dist worksteal --rest
 
 # Every test, those marked slow, too.
 test-all: .venv/installed-dev

@@ -39,15 +39,20 @@ def one_thread() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out slow tests, but for the cases that they keep")
+    parser.addoption("--rest", action="store_true", help="run what --quick leaves out, and nothing else")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out chaos and browser, unless `-m` names them, and what needs a CUDA device where there is none."""
     missing = set() if torch.cuda.is_available() else {"gpu"}
     missing |= {asked for asked in ("chaos", "browser") if asked not in config.option.markexpr}
-    quick = config.getoption("--quick")
+    quick, rest = config.getoption("--quick"), config.getoption("--rest")
     left_out = [
-        item for item in items if any(item.get_closest_marker(name) for name in missing) or (quick and is_slow(item))
+        item
+        for item in items
+        if any(item.get_closest_marker(name) for name in missing)
+        or (quick and is_slow(item))
+        or (rest and not is_slow(item))
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
