@@ -1,6 +1,7 @@
 """Checks of shortcuts to a task's answers: whether a table or a place gives them without what the task is about."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -232,46 +233,31 @@ def classes(task: Task) -> Iterator[Measurement]:
         if "class" in task.shortcuts:
             continue
         asked, known = _questions(member, split), _questions(member, split, seed=1)
-        for name in NUMBERS:
-            figure = _beyond(*_from_table(_number(known, name), known.labels, _number(asked, name), asked.labels))
+        for (name, of_asked), of_known in zip(_numbers(asked).items(), _numbers(known).values(), strict=True):
+            figure = _Table.of(of_known, known.labels).beyond(of_asked, asked.labels)
             yield Measurement(figure, f"share of answers of {split} that {name} decides")
 
 
-NUMBERS = (
-    "the most frequent token",
-    "the number of different tokens",
-    "the number of tokens beside the most frequent",
-    "the largest token",
-    "the smallest token",
-    "the first token",
-    "the last token",
-)
-
-
-def _number(questions: _Questions, name: str) -> Tensor:
-    """Returns one of `NUMBERS` for the inputs up to each scored position; to the end, for a readout of all inputs."""
+def _numbers(questions: _Questions) -> dict[str, Tensor]:
+    """Returns plain numbers of the inputs up to each scored position; to the end, for a readout of all inputs."""
     inputs = questions.inputs[questions.row]
     place = torch.arange(inputs.shape[1])
     until = torch.full_like(questions.place, inputs.shape[1] - 1) if questions.all_inputs else questions.place
     seen = place <= until[:, None]
-    if name == "the first token":
-        return inputs[:, 0]
-    if name == "the last token":
-        return inputs.gather(1, until[:, None])[:, 0]
-    if name == "the largest token":
-        return torch.where(seen, inputs, -1).amax(1)
-    if name == "the smallest token":
-        return torch.where(seen, inputs, inputs.max()).amin(1)
     ordered = torch.where(seen, inputs, -1).sort(1).values
     opens = torch.ones_like(seen)
     opens[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    if name == "the number of different tokens":
-        return (opens & (ordered >= 0)).sum(1)
     run = torch.where(ordered >= 0, place - torch.where(opens, place, 0).cummax(1).values + 1, 0)
     longest, at = run.max(1)
-    if name == "the most frequent token":
-        return ordered.gather(1, at[:, None])[:, 0]
-    return until + 1 - longest
+    return {
+        "the most frequent token": ordered.gather(1, at[:, None])[:, 0],
+        "the number of different tokens": (opens & (ordered >= 0)).sum(1),
+        "the number of tokens beside the most frequent": until + 1 - longest,
+        "the largest token": ordered[:, -1],
+        "the smallest token": torch.where(seen, inputs, inputs.max()).amin(1),
+        "the first token": inputs[:, 0],
+        "the last token": inputs.gather(1, until[:, None])[:, 0],
+    }
 
 
 def facts(task: Task) -> Iterator[Measurement]:
@@ -285,13 +271,17 @@ def facts(task: Task) -> Iterator[Measurement]:
     known = _questions(task, "train", steps=MANY_STEPS, size=MANY_ROWS)
     if not len(known.labels):
         return
+
+    @cache
+    def table(place_of: int) -> _Table:
+        return _Table.of(_pair(known, place_of, task.vocab_size), known.labels)
+
     for split, member in _judged_tasks(task):
         asked = _questions(member, split)
         for where, place_of in _places(min(known.inputs.shape[1], asked.inputs.shape[1])):
             if place_of < 0 and "distance" in task.shortcuts:
                 continue
-            of_known, of_asked = (_pair(questions, place_of, task.vocab_size) for questions in (known, asked))
-            figure = _beyond(*_from_table(of_known, known.labels, of_asked, asked.labels))
+            figure = table(place_of).beyond(_pair(asked, place_of, task.vocab_size), asked.labels)
             what = f"share of answers of {split} that the input at their position and the one {where} gave in training"
             yield Measurement(figure, what)
 
@@ -313,22 +303,33 @@ def _pair(questions: _Questions, at: int, vocab_size: int) -> Tensor:
     return torch.where(there, questions.inputs[questions.row, last] * vocab_size + other, -1)
 
 
-def _from_table(known: Tensor, answers: Tensor, asked: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Returns the share of `labels` that a table gives, and that of the most frequent answer.
+class _Table(NamedTuple):
+    """The most frequent answer to each number that questions have.
 
-    Args:
-        known: A number for each question from which the table is counted.
-        answers: The answers of these questions.
-        asked: A number for each question that the table answers.
-        labels: The right answers.
+    Attributes:
+        numbers: The numbers, in ascending order.
+        answers: The answer to each.
+        frequent: The most frequent answer to all questions.
     """
-    most = int(torch.cat([answers, labels]).max()) + 1
-    numbers, index = torch.cat([known, asked]).unique(return_inverse=True)
-    ids, counts = (index[: len(known)] * most + answers).unique(return_counts=True)
-    best = torch.zeros(len(numbers), dtype=torch.int64).scatter_reduce(0, ids // most, counts, "amax")
-    table = torch.full((len(numbers),), -1)
-    is_best = counts == best[ids // most]
-    table[(ids // most)[is_best]] = (ids % most)[is_best]
-    frequent = torch.bincount(answers).argmax()
-    named = table[index[len(known) :]]
-    return float((named == labels).double().mean()), float((labels == frequent).double().mean())
+
+    numbers: Tensor
+    answers: Tensor
+    frequent: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, answers: Tensor) -> "_Table":
+        """Counts a table from a number and the right answer of each question."""
+        most = int(answers.max()) + 1
+        different, index = numbers.unique(return_inverse=True)
+        ids, counts = (index * most + answers).unique(return_counts=True)
+        best = torch.zeros(len(different), dtype=torch.int64).scatter_reduce(0, ids // most, counts, "amax")
+        is_best = counts == best[ids // most]
+        table = torch.empty(len(different), dtype=torch.int64)
+        table[(ids // most)[is_best]] = (ids % most)[is_best]
+        return cls(different, table, torch.bincount(answers).argmax())
+
+    def beyond(self, numbers: Tensor, labels: Tensor) -> float:
+        """Returns the share of labels that the table gives for their numbers, beyond the most frequent answer."""
+        at = torch.searchsorted(self.numbers, numbers.contiguous()).clamp_max(len(self.numbers) - 1)
+        right = (self.answers[at] == labels) & (self.numbers[at] == numbers)
+        return _beyond(*(float(hits.double().mean()) for hits in (right, labels == self.frequent)))
