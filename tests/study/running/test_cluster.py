@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,17 +279,27 @@ def test_a_cluster_that_stays_away_ends_the_study_in_one_line(lab: Path, monkeyp
         through(FakeRay(lab, lambda number: "gone" if number == 2 else None), lab, monkeypatch)
 
 
+# Who can reach a local Ray.
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[Any]:
+    """The process of a Ray of our own. Starting one takes 8 s of a core."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(ray_driver.ray_folder())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", "disabled")
+            ray = stack.enter_context(ray_driver._started(None, folder))
+        yield ray
+
+
 @pytest.mark.slow
-def test_a_ray_of_our_own_listens_on_loopback_with_a_token_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    tokens = []
-    with ray_driver.ray_folder() as folder, ray_driver._started(None, folder) as ray:
-        assert ray.machines[0]["CPU"] >= 1
-        own = (Path("/proc") / str(ray._process.pid) / "environ").read_text()
-        assert "\0RAY_ENABLE_AUTO_CONNECT=0\0" in own, "a call after Ray's end would start another Ray"
-        listeners = [address for pid in group(ray._process.pid) for address in listening_at(pid, tokens)]
+def test_a_ray_of_our_own_listens_on_loopback_with_a_token_of_its_own(local_ray: Any) -> None:
+    tokens: list[str] = []
+    assert local_ray.machines[0]["CPU"] >= 1
+    own = (Path("/proc") / str(local_ray._process.pid) / "environ").read_text()
+    assert "\0RAY_ENABLE_AUTO_CONNECT=0\0" in own, "a call after Ray's end would start another Ray"
+    listeners = [address for pid in group(local_ray._process.pid) for address in listening_at(pid, tokens)]
     assert len(listeners) >= 4
     assert set(listeners) == {"127.0.0.1"}
     assert len(set(tokens)) == 1
@@ -327,6 +337,33 @@ def listening_at(pid: int, tokens: list[str]) -> Iterator[str]:
                 words = bytes.fromhex(fields[1].partition(":")[0])
                 last = words[-4:][::-1]  # an IPv4 address, or the last word of ::ffff:127.0.0.1
                 yield ".".join(map(str, last))
+
+
+ASKS = """
+import sys, ray
+from ray._raylet import GcsClient
+print(len(GcsClient(address=f"127.0.0.1:{sys.argv[1]}").get_all_node_info(timeout=20)))
+"""
+
+
+@pytest.mark.slow
+def test_a_local_ray_answers_who_has_its_token_alone(local_ray: Any) -> None:
+    of_ray = psutil.Process(local_ray._process.pid)
+    opened = [
+        (one.name(), port)
+        for one in of_ray.children(recursive=True)
+        if one.name() in ("gcs_server", "raylet")
+        for port in one.net_connections(kind="inet")
+    ]
+    assert all(ip_address(port.laddr.ip.removeprefix("::ffff:")).is_loopback for _, port in opened)
+    (port,) = {one.laddr.port for name, one in opened if (name, one.status) == ("gcs_server", psutil.CONN_LISTEN)}
+    token = of_ray.environ()["RAY_AUTH_TOKEN"]
+    for given, answers in ((token, True), ("0" * len(token), False)):
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": given}
+        command = [sys.executable, "-c", ASKS, str(port)]
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (asked.returncode == 0 and asked.stdout.strip() == "1") == answers, asked.stderr
+        assert answers or "nvalid" in asked.stderr, asked.stderr
 
 
 # Weights and checkpoints at a URL.
@@ -451,40 +488,15 @@ def test_weights_on_s3(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         moto.stop()
 
 
-# Who can reach a local Ray.
-
-ASKS = """
-import sys, ray
-from ray._raylet import GcsClient
-print(len(GcsClient(address=f"127.0.0.1:{sys.argv[1]}").get_all_node_info(timeout=20)))
-"""
-
-
-@pytest.mark.slow
-def test_a_local_ray_answers_who_has_its_token_alone() -> None:
-    with ray_driver.ray_folder() as folder, ray_driver._started(None, folder) as ray:
-        of_ray = psutil.Process(ray._process.pid)
-        opened = [
-            (one.name(), port)
-            for one in of_ray.children(recursive=True)
-            if one.name() in ("gcs_server", "raylet")
-            for port in one.net_connections(kind="inet")
-        ]
-        assert all(ip_address(port.laddr.ip.removeprefix("::ffff:")).is_loopback for _, port in opened)
-        (port,) = {one.laddr.port for name, one in opened if (name, one.status) == ("gcs_server", psutil.CONN_LISTEN)}
-        token = of_ray.environ()["RAY_AUTH_TOKEN"]
-        for given, answers in ((token, True), ("0" * len(token), False)):
-            environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": given}
-            command = [sys.executable, "-c", ASKS, str(port)]
-            asked = subprocess.run(command, env=environment, capture_output=True, text=True)
-            assert (asked.returncode == 0 and asked.stdout.strip() == "1") == answers, asked.stderr
-            assert answers or "nvalid" in asked.stderr, asked.stderr
+# A worker that is stopped.
 
 
 @pytest.mark.slow
 def test_a_worker_of_ray_that_is_stopped_is_ended_and_its_stack_runs_again(
     lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    begin = "from deltalab.study.running import ray_process; ray_process.STILL = 6.0; ray_process.main()"
+    monkeypatch.setattr(ray_driver, "_PLACES", f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {begin}")
     stopped: list[int] = []
 
     def stop(bars: ProgressBars, stack: Sequence[Job], step: int, device: str | None = None) -> None:
