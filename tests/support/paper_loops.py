@@ -19,8 +19,8 @@ Loop = Callable[[list[SimpleNamespace], tuple[Tensor, ...]], tuple[list[Tensor],
 """(the head's tokens, the tensors of its state before them) to the outputs and the tensors after them."""
 
 
-def inputs(rule: UpdateRule) -> Inputs:
-    return draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V, seed=3)
+def inputs(rule: UpdateRule, length: int = T) -> Inputs:
+    return draw(rule, batch=B, length=length, heads=H, key_dim=K, value_dim=V, seed=3)
 
 
 def by_paper(loop: Loop, rule: UpdateRule, x: Inputs, state: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
@@ -31,7 +31,7 @@ def by_paper(loop: Loop, rule: UpdateRule, x: Inputs, state: tuple[Tensor, ...])
     for b in range(B):
         for h in range(H):
             tokens = []
-            for t in range(T):
+            for t in range(x.q.shape[1]):
                 token = {name: z[b, t, h] for name, z in (("q", x.q), ("k", x.k), ("v", x.v))}
                 token |= {name: z[b, t, h] if z.dim() > 2 else z[h] for name, z in gates.items()}
                 tokens.append(SimpleNamespace(**token))
@@ -42,13 +42,13 @@ def by_paper(loop: Loop, rule: UpdateRule, x: Inputs, state: tuple[Tensor, ...])
     return o, [torch.stack(parts).unflatten(0, (B, H)) for parts in zip(*states, strict=True)]
 
 
-def rule_equals(name: str, knobs: dict[str, Any], loop: Loop, backend: Any, split: int | None) -> None:
+def rule_equals(name: str, knobs: dict[str, Any], loop: Loop, backend: Any, split: int | None, length: int = T) -> None:
     """Outputs and last state of a rule, whole or with its state carried over a split, are those of the loop."""
     rule = deltalab.get_rule(name, **knobs)
-    x = inputs(rule)
+    x = inputs(rule, length)
     want, states = by_paper(loop, rule, x, rule.start(x.k, x.v))
     outputs, state = [], None
-    for start, stop in [(0, T)] if split is None else [(0, split), (split, T)]:
+    for start, stop in [(0, length)] if split is None else [(0, split), (split, length)]:
         part = x.span(start, stop)
         o, state = deltalab.scan(
             rule, part.q, part.k, part.v, part.gates, scale=1.0, state=state, backend=backend, chunk_size=4
@@ -59,12 +59,12 @@ def rule_equals(name: str, knobs: dict[str, Any], loop: Loop, backend: Any, spli
         torch.testing.assert_close(got, known.view(got.shape), rtol=0, atol=1e-9)
 
 
-def step_equals_scan(rule: UpdateRule) -> None:
-    x = inputs(rule)
+def step_equals_scan(rule: UpdateRule, length: int = T) -> None:
+    x = inputs(rule, length)
     o, after = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
     constant = {n: gate.value(x.q.new_zeros(H), {}) for n, gate in rule.gates.items() if gate.constant}
     state: Any = rule.start(x.k, x.v)
-    for t in range(T):
+    for t in range(length):
         gates = {n: value[:, t] if value.dim() > 2 else value for n, value in x.gates.items()} | constant
         got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=K**-0.5, state=state, **gates)
         torch.testing.assert_close(got, o[:, t])
