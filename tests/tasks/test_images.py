@@ -1,14 +1,19 @@
 """Images are cut into patches as stated, classes follow their definition, and labels are wrong at the stated rate."""
 
+import shutil
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from deltalab.errors import InputError
-from deltalab.tasks import IGNORE
+from deltalab.tasks import IGNORE, SPLITS
 from deltalab.tasks.digits import images_of
+from deltalab.tasks.images import pixels
 from deltalab.tasks.images.digit_patches import DigitPatches
+from deltalab.tasks.images.image_folder import ImageFolder
 from deltalab.tasks.images.shapes import COLOURS, Shapes
 
 
@@ -80,3 +85,104 @@ def test_images_refuse(make: object, said: str) -> None:
         make()  # type: ignore[operator]
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def picture(folder: Path, name: str, pixels: torch.Tensor) -> Path:
+    """Writes an image, uint8 [rows, columns, 3]."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.numpy()).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Twelve red images, eight green ones, and one of each twice; red rises from the left to the right."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ramp = torch.arange(16).mul(8).expand(16, 16)
+    for i in range(20):
+        pixels = torch.stack([ramp, 0 * ramp, 0 * ramp], -1) + i
+        name = f"{'red' if i < 12 else 'green'}/{i}.png"
+        picture(tmp_path / "set", name, pixels.to(torch.uint8))
+        if i in (3, 14):
+            picture(tmp_path / "set", name.replace(".png", " again.png"), pixels.to(torch.uint8))
+    return tmp_path / "set"
+
+
+def levels(task: ImageFolder, split: str, size: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images of a folder as levels [B, side, side, 3], and their labels [B]."""
+    batch = task.batch(split, size, 0, 0)
+    side, patch = task.side // task.patch, task.patch
+    cut = batch.inputs.view(size, side, side, patch, patch, 3).transpose(2, 3)
+    return (cut.reshape(size, task.side, task.side, 3) * 64 + 128).long(), batch.targets[:, -1]
+
+
+def test_a_folder_is_split_into_different_images_of_its_classes(folder: Path) -> None:
+    task = ImageFolder(folder=str(folder), side=16)
+    seen = {}
+    for split in SPLITS:
+        images, labels = levels(task, split)
+        numbers = images[:, 0, 0, 1]
+        assert (images[:, :, :, 0] - numbers[:, None, None] == torch.arange(16).mul(8)).all()
+        assert ((numbers < 12) == (labels == 1)).all(), "classes are numbered by name: green, red"
+        seen[split] = set(numbers.tolist())
+    assert [len(seen[split]) for split in SPLITS] == [16, 2, 2]
+    assert len(set.union(*seen.values())) == 20
+    red = len([number for number in seen["train"] if number < 12])
+    assert task.chance == max(red, 16 - red) / 16
+    assert task.train_tokens == 16 * task.length
+
+
+def test_augmented_images_are_moved_and_mirrored_in_training_alone(folder: Path) -> None:
+    task = ImageFolder(folder=str(folder), side=16, augment=True)
+    plain = ImageFolder(folder=str(folder), side=16)
+    assert (levels(task, "test")[0] == levels(plain, "test")[0]).all()
+    images, number = levels(task, "train")[0], levels(plain, "train")[0][:, 0, 0, 1]
+    ramp = (images[:, 0, :, 0] - number[:, None]) // 8
+    kinds = {tuple(row) for row in ramp.tolist()}
+    places = [[min(max(at + moved, 0), 15) for at in range(16)] for moved in range(-2, 3)]
+    assert kinds == {tuple(row[:: 1 if ahead else -1]) for row in places for ahead in (True, False)}
+    assert (levels(task, "train")[1] == levels(plain, "train")[1]).all()
+
+
+def test_a_folder_is_decoded_again_only_where_its_files_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ImageFolder(folder=str(folder), side=16).fingerprint()
+    pixels.pixels_of.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pixels, "_image", lambda *_: pytest.fail("decoded again"))
+        assert ImageFolder(folder=str(folder), side=16).fingerprint() == first
+    pixels.pixels_of.cache_clear()
+    picture(folder, "red/new.png", torch.full((16, 16, 3), 200, dtype=torch.uint8))
+    assert ImageFolder(folder=str(folder), side=16).fingerprint() != first
+
+
+def test_an_image_is_cut_to_its_middle(folder: Path) -> None:
+    wide = torch.zeros(16, 48, 3, dtype=torch.uint8)
+    wide[:, 16:32] = 240
+    for i in range(20):
+        picture(folder, f"wide/{i}.png", torch.where(wide > 0, wide + i // 2, wide))
+    images, labels = levels(ImageFolder(folder=str(folder), side=16), "train", 500)
+    assert (images[labels == 2] >= 240).all()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: shutil.rmtree(folder / "red"), "holds 1 folders; it needs one for each of at least 2 classes"),
+        (lambda folder: shutil.rmtree(folder), "cannot read"),
+        (lambda folder: (folder / "blue").mkdir(), "holds no image; allowed: .bmp, .jpeg"),
+        (lambda folder: (folder / "red" / "x.png").write_text("no"), "x.png' is no image that can be read"),
+        (lambda folder: shutil.copy(folder / "red" / "1.png", folder / "green"), "are one image in two classes"),
+        (lambda folder: [file.unlink() for file in folder.glob("*/1*.png")], "different images; it needs at least 10"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_refused_in_one_line(folder: Path, spoil: object, said: str) -> None:
+    spoil(folder)  # type: ignore[operator]
+    for file in sorted(folder.glob("red/[5-9].png")) if "at least 10" in said else []:
+        file.unlink()
+    if "at least 10" in said:
+        picture(folder, "green/1.png", torch.zeros(16, 16, 3, dtype=torch.uint8))
+    with pytest.raises(InputError, match=r"^task 'image_folder': parameter 'folder': .*") as error:
+        ImageFolder(folder=str(folder), side=16)
+    assert said in str(error.value)
+    assert not list((folder.parent / "cache").rglob("tmp*")), "nothing half-written stays"

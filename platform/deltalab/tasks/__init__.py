@@ -2,6 +2,7 @@
 
 from deltalab.tasks.digits import Digits
 from deltalab.tasks.images.digit_patches import DigitPatches
+from deltalab.tasks.images.image_folder import ImageFolder
 from deltalab.tasks.images.shapes import Shapes
 from deltalab.tasks.mad.compression import Compression
 from deltalab.tasks.mad.fuzzy_recall import FuzzyRecall
@@ -33,7 +34,7 @@ _MAD = (InContextRecall, NoisyRecall, FuzzyRecall, SelectiveCopy, Compression, M
 _STATE_TRACKING = (Parity, ModArithmetic, WordProblem)
 _RECALL = (ForgettingMQAR, CompositionalMQAR, Needles, Variables, LengthCopy)
 _PHYSICS = (Depo, Brevo, Mano, Lano)
-_IMAGES = (DigitPatches, Shapes)
+_IMAGES = (DigitPatches, Shapes, ImageFolder)
 _PROXIES = (*_RECALL, *_PHYSICS, ProgramTrace, Selectiv)
 BUILTIN: dict[str, type[Task]] = {
     task.name: task for task in (MQAR, NIAH, Text, Digits, *_MAD, *_STATE_TRACKING, *_PROXIES, *_IMAGES)
