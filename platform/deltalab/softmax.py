@@ -122,3 +122,41 @@ def nothing_seen(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(v.dtype, torch.float32)
     keys, values, since = (v.new_empty(batch, heads, 0, width, dtype=dtype) for width in (k.shape[-1], v.shape[-1], 1))
     return keys, values, since
+
+
+def block_means(x: Tensor, size: int) -> Tensor:
+    """Returns the mean of each whole block of `size` tokens of x [B, H, N, K], as [B, H, N // size, K]."""
+    whole = x.shape[2] // size
+    means: Tensor = x[:, :, : whole * size].unflatten(2, (whole, size)).mean(3)
+    return means
+
+
+def strongest(score: Tensor, count: int) -> Tensor:
+    """Marks the `count` largest numbers in the last dimension of `score`. Of equal ones the first is marked.
+
+    A score of -inf is never marked, so that fewer than `count` may be.
+    """
+    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return (rank < count) & (score > -torch.inf)
+
+
+def attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, *, size: int, scale: float) -> Tensor:
+    """Computes causal softmax attention to the tokens of chosen blocks. All logits are computed, and then masked.
+
+    Args:
+        q: The queries of the last n of the N tokens, [B, H, n, K].
+        k: Keys, [B, H, N, K].
+        v: Values, [B, H, N, V].
+        chosen: Whether a query sees a block, [B, H, n, M] for the M blocks that hold the N tokens. A query sees its own
+            block, or the output is not a number.
+        size: The tokens of a block.
+        scale: The factor of the logits.
+
+    Returns:
+        o [B, H, n, V].
+    """
+    places = torch.arange(k.shape[2], device=k.device)
+    visible = chosen[..., None].expand(*chosen.shape, size).flatten(-2)[..., : len(places)]
+    visible = visible & (places <= places[-q.shape[2] :, None])
+    o: Tensor = (scale * q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1) @ v
+    return o

@@ -54,6 +54,7 @@ MODELS = {
     "ridge": {"rule": {"name": "gka", "iterations": 3}},
     "element-wise": {"rule": "hgrn"},
     "nonlinear": {"rule": "slstm"},
+    "chosen blocks": {"rule": {"name": "moba", "block": 4, "top": 2}},
     "carry": {"rule": "preconditioned_gated_deltanet"},
     "every part of a layer": {
         "rule": "gated_deltanet",
@@ -169,7 +170,7 @@ def test_the_state_grows_only_with_attention(pair):
     # The last token that is generated is never read.
     assert [cache.get_seq_length() for cache in held] == [8, 16]
     assert [cache.numel() for cache in held] == [2 * sum(ours.cache_size(8)), 2 * sum(ours.cache_size(16))]
-    assert (held[0].numel() == held[1].numel()) != any(rule.name == "attention" for rule in ours.spec.rules())
+    assert (held[0].numel() == held[1].numel()) != any(rule.name in ("attention", "moba") for rule in ours.spec.rules())
 
 
 def test_a_kept_state_goes_on(pair):

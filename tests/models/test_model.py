@@ -133,6 +133,8 @@ def test_only_rules_that_keep_their_past_remember_more_the_longer_they_read() ->
         "path_attention",
         "hyena",
         "memory_caching",
+        "moba",
+        "nsa",
         "hybrid",
         "mamba block, hybrid",
         "latents",

@@ -83,7 +83,7 @@ KNOWN = {**POINTS, **FOUND, "mamba2": {**POINTS["mamba2"], "qk": "silu"}}
 LATER = {
     "differential_attention": OUTSIDE["attention"],
     **dict.fromkeys(("h3", "hgrn", "lru", "min_gru", "rg_lru", "rwkv4", "s4d", "s5"), "an element-wise recurrence"),
-    **dict.fromkeys(("recurrent_fast_weights", "slstm"), "its state enters a nonlinearity"),
+    **dict.fromkeys(("memora", "recurrent_fast_weights", "slstm"), "its state enters a nonlinearity"),
     "learned_ttt": "its error passes through a norm before it is written",
     "hyena": "a long convolution",
     "rwkv5": "its decay is learned for each channel, and does not depend on the token",
@@ -94,6 +94,8 @@ LATER = {
     "mamba3_mimo": "reads several times for each token",
     "mdn": "has a momentum beside its state",
     "memory_caching": "a state for each segment",
+    **dict.fromkeys(("moba", "nsa"), "keeps all keys, and chooses among them"),
+    "infini_attention": "softmax attention inside of a segment, whose tokens enter the memory together",
 }
 """Further rules outside, with the reason. The file of `algebra` cannot list them: its hash is in the keys of trials."""
 

@@ -49,6 +49,26 @@ def atlas(window: int) -> Loop:
     return loop
 
 
+def memora(sums: str, c: float = 1.0) -> Loop:
+    """arXiv:2504.13173, Eq. 21 and 27: W = c Softmax(alpha log W - eta grad 1/2 |W k - v|^2), over what `sums` says."""
+
+    def loop(tokens: list[SimpleNamespace], state: tuple[Tensor, ...]) -> Any:
+        def softmax(x: Tensor) -> Tensor:
+            x = (x - x.max()).exp()
+            return x / {"all": x.sum(), "rows": x.sum(1, keepdim=True), "columns": x.sum(0, keepdim=True)}[sums]
+
+        mass = {"all": c * V, "rows": c, "columns": c * V / K}[sums]
+        W, o = mass * softmax(torch.zeros(V, K, dtype=torch.float64)), []
+        for t in tokens:
+            at = W.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad((at @ t.k - t.v).square().sum() / 2, at)
+            W = mass * softmax(t.g.exp() * W.log() - t.beta * gradient)
+            o.append(W @ t.q)
+        return o, ((W / mass).log().T,)
+
+    return loop
+
+
 def fenwick(t: int) -> list[list[int]]:
     """arXiv:2506.04761, Section 3.1: the tokens of each level at time t, by stripping the lowest set bits of t."""
     levels, b = [[t]], t
@@ -94,6 +114,9 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
     *(("log_linear_attention", {"strength": {"level_strength": {"levels": n}}}, log_linear(False, n)) for n in (2, 3)),
     ("log_linear_attention", {"strength": 1, "erases": True}, log_linear(True, 2)),
     ("atlas", {"g": 0, "eta": 1, "gamma": 1}, atlas(4)),
+    ("memora", {}, memora("all")),
+    ("memora", {"simplex": "value", "g": "gla_decay"}, memora("rows")),
+    ("memora", {"simplex": "key", "g": 0, "c": 8.0}, memora("columns", c=8.0)),
 ]
 
 
@@ -116,6 +139,17 @@ def test_mesa_net_has_a_gradient_where_nothing_is_written() -> None:
     beta = torch.zeros(B, 3, H, dtype=torch.float64).requires_grad_()
     (got,) = torch.autograd.grad(o(beta), beta)
     torch.testing.assert_close(got.sum(), (o(torch.full_like(beta, 1e-6)) - o(beta)) / 1e-6, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("simplex", ["matrix", "value", "key"])
+def test_memora_stays_on_its_simplex_under_the_strongest_steps(simplex: str) -> None:
+    rule = deltalab.get_rule("memora", simplex=simplex, g=0, c=3.0)
+    x = draw(rule, batch=1, length=300, heads=1, key_dim=K, value_dim=V, seed=2)
+    beta = torch.full((1, 300, 1), 4.0, dtype=torch.float64)
+    o, (log,) = deltalab.scan(rule, x.q, x.k, 100 * x.v, {"beta": beta}, scale=1.0)
+    axes = {"matrix": (2, 3), "value": (2,), "key": (3,)}[simplex]
+    torch.testing.assert_close(log.exp().sum(axes), torch.ones_like(log.exp().sum(axes)))
+    assert o.abs().max() <= 3.0 * V
 
 
 @pytest.mark.parametrize("window", [1, 4])

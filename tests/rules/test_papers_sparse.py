@@ -1,0 +1,198 @@
+"""Attention that chooses blocks or forgets segments, written again from its papers, one head and query at a time."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.paper_loops import K, Loop, V, inputs, rule_equals, step_equals_scan
+from torch import Tensor
+
+import deltalab
+from deltalab.errors import InputError
+from deltalab.rule import UpdateRule
+
+LENGTH = 37
+Token = SimpleNamespace
+
+
+def attended(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    weights = torch.stack([q @ k for k in keys]).softmax(0)
+    return sum((w * v for w, v in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
+
+
+def cached(tokens: list[Token]) -> tuple[Tensor, Tensor]:
+    return torch.stack([t.k for t in tokens]), torch.stack([t.v for t in tokens])
+
+
+def moba(block: int, top: int) -> Loop:
+    """arXiv:2502.13189 and moba_naive.py: the gate is q^T mean(K_j), -inf for later blocks and +inf for the own one."""
+
+    def loop(tokens: list[Token], _: tuple[Tensor, ...]) -> Any:
+        outputs = []
+        for n, t in enumerate(tokens):
+            gate = {}
+            for start in range(0, len(tokens), block):
+                keys = [i.k for i in tokens[start : start + block]]
+                future, current = start > n, start <= n < start + block
+                gate[start] = -torch.inf if future else torch.inf if current else float(t.q @ torch.stack(keys).mean(0))
+            best = sorted(gate, key=lambda start: gate[start], reverse=True)[:top]
+            seen = [i for start in best for i in tokens[start : min(start + block, n + 1)]]
+            outputs.append(attended(t.q, [i.k for i in seen], [i.v for i in seen]))
+        return outputs, cached(tokens)
+
+    return loop
+
+
+def nsa(length: int, d: int, selected: int, n: int, window: int) -> Loop:
+    """arXiv:2502.11089, Eq. 5 and 7 to 12, with the mean as phi; l is `length` and l' is `selected`."""
+
+    def loop(tokens: list[Token], _: tuple[Tensor, ...]) -> Any:
+        outputs = []
+        for now, t in enumerate(tokens):
+            past = tokens[: now + 1]
+            blocks = [past[i : i + length] for i in range(0, len(past), d) if i + length <= len(past)]
+            k_cmp, v_cmp = ([torch.stack([vars(x)[name] for x in b]).mean(0) for b in blocks] for name in "kv")
+            o = t.c * attended(t.q, k_cmp, v_cmp) if blocks else torch.zeros_like(t.v)
+            p_cmp = torch.stack([t.q @ k for k in k_cmp]).softmax(0).tolist() if blocks else []
+            p_slc = []
+            for j in range(1, now // selected + 2):  # Eq. 9 counts from 1
+                places = [selected // d * j - m - i for m in range(selected // d) for i in range(length // d)]
+                p_slc.append(sum(p_cmp[place - 1] for place in places if 1 <= place <= len(p_cmp)))
+            own = now // selected
+            kept = {0, max(own - 1, 0), own}
+            kept |= set(sorted(set(range(own)) - kept, key=lambda j: p_slc[j], reverse=True)[: n - len(kept)])
+            slc = [i for j in sorted(kept) for i in past[j * selected : (j + 1) * selected]]
+            o = o + t.s * attended(t.q, [i.k for i in slc], [i.v for i in slc])
+            o = o + t.w * attended(t.q, [i.k for i in past[-window:]], [i.v for i in past[-window:]])
+            outputs.append(o)
+        return outputs, cached(tokens)
+
+    return loop
+
+
+def infini(segment: int, delta: bool, rope: bool = False) -> Loop:
+    """arXiv:2404.07143, Eq. 3 to 10, segment by segment; sigma is elu + 1."""
+
+    def sigma(x: Tensor) -> Tensor:
+        return torch.tensor([float(y) + 1 if y > 0 else math.exp(float(y)) for y in x], dtype=x.dtype)
+
+    def turned(x: Tensor, place: int) -> Tensor:
+        if not rope:
+            return x
+        pairs = torch.complex(x[: K // 2], x[K // 2 :])
+        pairs = pairs * torch.exp(1j * place * 10000.0 ** (-2 / K * torch.arange(K // 2, dtype=torch.float64)))
+        return torch.cat([pairs.real, pairs.imag])
+
+    def loop(tokens: list[Token], state: tuple[Tensor, ...]) -> Any:
+        (M, z, *_), outputs, here = state, [], []
+        for n, t in enumerate(tokens):
+            here.append(t)
+            asked = turned(t.q, n % segment)
+            A_dot = attended(asked, [turned(i.k, place) for place, i in enumerate(here)], [i.v for i in here])
+            A_mem = sigma(t.q) @ M / (sigma(t.q) @ z) if n >= segment else torch.zeros_like(t.v)
+            outputs.append(t.b * A_mem + (1 - t.b) * A_dot)
+            if len(here) == segment:
+                keys, new = [sigma(i.k) for i in here], [i.v for i in here]
+                if delta and n >= segment:
+                    new = [v - key @ M / (key @ z) for key, v in zip(keys, new, strict=True)]
+                M = M + sum(torch.outer(key, v) for key, v in zip(keys, new, strict=True))
+                z, here = z + sum(keys), []
+        filled = torch.zeros(segment - 1, K, dtype=torch.float64), torch.zeros(segment - 1, V, dtype=torch.float64)
+        for part, kept in zip(filled, cached(here) if here else (), strict=False):
+            part[: len(here)] = kept
+        return outputs, (M, z, *filled, torch.zeros(len(here), 0, dtype=torch.float64))
+
+    return loop
+
+
+PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
+    *(("moba", {"block": block, "top": top}, moba(block, top)) for block, top in ((4, 1), (4, 3), (7, 2), (16, 3))),
+    ("nsa", {}, nsa(8, 4, 16, 4, 16)),
+    ("nsa", {"pooled": 4, "stride": 4, "block": 4, "window": 4}, nsa(4, 4, 4, 4, 4)),
+    ("nsa", {"pooled": 8, "stride": 2, "block": 4, "top": 5, "window": 6}, nsa(8, 2, 4, 5, 6)),
+    ("nsa", {"pooled": 6, "stride": 3, "block": 9, "top": 3}, nsa(6, 3, 9, 3, 16)),
+    ("infini_attention", {}, infini(16, True, rope=True)),
+    ("infini_attention", {"segment": 5, "rope": False}, infini(5, True)),
+    ("infini_attention", {"segment": 4, "delta": False}, infini(4, False, rope=True)),
+]
+
+
+@pytest.mark.parametrize("split", [None, 1, 19], ids=lambda split: f"split-{split}")
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize(("name", "knobs", "loop"), PAPERS, ids=lambda part: "" if callable(part) else str(part))
+def test_rule_equals_its_paper(name: str, knobs: dict[str, Any], loop: Loop, backend: Any, split: int | None) -> None:
+    rule_equals(name, knobs, loop, backend, split, length=LENGTH)
+
+
+SETTINGS = [rule for name in sorted({name for name, *_ in PAPERS}) for rule in deltalab.get_rule(name).variants()]
+
+
+@pytest.mark.parametrize("rule", SETTINGS, ids=lambda rule: f"{rule.name} [{type(rule)().turned(rule)}]")
+def test_step_says_the_same_as_scan(rule: UpdateRule) -> None:
+    step_equals_scan(rule, length=LENGTH)
+
+
+SMALL = {
+    "infini_attention": {"segment": 4},
+    "moba": {"block": 4, "top": 2},
+    "nsa": {"pooled": 4, "stride": 2, "block": 4, "window": 4},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_token_reaches_no_output_before_it_at_any_place_in_a_block(name: str) -> None:
+    rule = deltalab.get_rule(name, **SMALL[name])
+    x = inputs(rule, LENGTH)
+    o, _ = deltalab.scan(rule, x.q, x.k, x.v, x.gates)
+    for t in range(LENGTH):
+        k, v = x.k.clone(), x.v.clone()
+        k[:, t], v[:, t] = -3 * k[:, t], 5 + v[:, t]
+        changed, _ = deltalab.scan(rule, x.q, k, v, x.gates)
+        torch.testing.assert_close(changed[:, :t], o[:, :t], rtol=0, atol=1e-12)
+        assert not torch.allclose(changed[:, t], o[:, t])
+
+
+def test_choosing_every_block_is_attention() -> None:
+    rule = deltalab.get_rule("moba", block=4, top=LENGTH)
+    x = inputs(rule, LENGTH)
+    o, _ = deltalab.scan(rule, x.q, x.k, x.v, {})
+    torch.testing.assert_close(o, deltalab.scan(deltalab.get_rule("attention"), x.q, x.k, x.v, {})[0])
+
+
+def test_of_equal_blocks_the_first_is_chosen() -> None:
+    """Keys of 0 make all blocks equal: the output is the mean of the first block and of the own one."""
+    rule = deltalab.get_rule("moba", block=4, top=2)
+    x = inputs(rule, 16)
+    o, _ = deltalab.scan(rule, x.q, torch.zeros_like(x.k), x.v, {})
+    torch.testing.assert_close(o[:, 15], torch.cat([x.v[:, :4], x.v[:, 12:]], dim=1).mean(1))
+
+
+def test_nsa_refuses_pieces_that_do_not_divide_and_branches_that_are_all_0() -> None:
+    with pytest.raises(InputError, match=r"^nsa.pooled must be a multiple of stride 4, not 6$"):
+        deltalab.get_rule("nsa", pooled=6)
+    with pytest.raises(InputError, match=r"^nsa.block must be a multiple of stride 4, not 18$"):
+        deltalab.get_rule("nsa", block=18)
+    with pytest.raises(InputError, match=r"^nsa: c, s and w are all 0, and leave no branch"):
+        deltalab.get_rule("nsa", c=0, s=0, w=0)
+
+
+def test_infini_attention_sees_nothing_of_a_segment_before_but_by_its_memory() -> None:
+    """With b = 0 a segment is by itself, and with b = 1 the first segment has nothing to read."""
+    rule = deltalab.get_rule("infini_attention", segment=4)
+    x = inputs(rule, 12)
+    alone = x.span(4, 8)
+    gates = {"b": torch.zeros_like(x.gates["b"])}
+    o, _ = deltalab.scan(rule, x.q, x.k, x.v, gates)
+    torch.testing.assert_close(o[:, 4:8], deltalab.scan(rule, alone.q, alone.k, alone.v, gates)[0])
+    o, _ = deltalab.scan(rule, x.q, x.k, x.v, {"b": torch.ones_like(x.gates["b"])})
+    assert not o[:, :4].any()
+    assert o[:, 4:].abs().min() > 1e-6
+
+
+def test_infini_attention_refuses_an_odd_number_of_channels_to_turn() -> None:
+    x = torch.zeros(1, 2, 1, 5)
+    with pytest.raises(InputError, match=r"^rule 'infini_attention' with rope takes an even number .* key, not 5$"):
+        deltalab.get_rule("infini_attention").start(x, x)
+    deltalab.get_rule("infini_attention", rope=False).start(x, x)
