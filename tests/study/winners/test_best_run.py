@@ -100,6 +100,19 @@ def test_a_better_arm_is_named_with_its_difference_and_verdict(lab: Path, tmp_pa
     assert "over the base: undecidable: needs 6 seeds)" in found.summary
 
 
+def test_an_arm_that_differs_by_nothing_from_the_base_is_not_the_best(lab: Path, tmp_path: Path) -> None:
+    (tmp_path / "s.db").write_bytes((lab / "s.db").read_bytes())
+    with registry.isolated(), Store.open(tmp_path / "s.db") as store:
+        for name in ("mine", "other"):
+            registry.add_plugin(lab / f"{name}.py")
+        better(store, "base", "a" * 64, values={}, accuracy=0.9)
+        better(store, "wide", "b" * 64, values={}, accuracy=0.9)
+        message = "arms base, wide have the same accuracy 0.9, so that none is best: name one with --arm"
+        with pytest.raises(InputError, match=message):
+            best_run(store, 1, arm=None, best=True, task=None)
+        assert best_run(store, 1, arm="wide", best=False, task=None).source.provenance["arm"] == "wide"
+
+
 def better(store: Store, arm: str, key: str, *, values: dict[str, Any], accuracy: float, later: float = 1e9) -> None:
     """Records a second trial as candidate 0 of an arm, `later` seconds after the first."""
     first = next(row for row in store.trials(1) if row.arm == arm)
