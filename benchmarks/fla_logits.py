@@ -123,7 +123,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
             "rule": "raven", "features": "silu", "conv": 0, "scale": 1.0, "output_norm": "rms_all_of_silu",
             "output_gate": False,
         },
-        "Raven", {"num_heads": 2, "num_slots": 8, "topk": 3, "norm_eps": 1e-5},
+        "Raven", {"num_heads": 2, "num_slots": 16, "topk": 6, "norm_eps": 1e-5},
     ),
     "log_linear_mamba2": (
         {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 64, "expand_v": 0.5},

@@ -44,10 +44,24 @@ CHUNKED = 160
 """The tokens that FLA reads in chunks, in bf16."""
 STEPS = 16 if GPU else 2
 """The tokens that are decoded one by one from a cache."""
-WITHIN = {"forgetting_attention": 2e-3} if GPU else {}
-"""The errors of logits in fp32 that are allowed beyond 2e-5. FLA's kernel of FoX is off by 8e-4 on an H100."""
+WITHIN = {"forgetting_attention": 2e-3, "log_linear_mamba2": 2e-3} if GPU else {}
+"""The errors of logits in fp32 that are allowed beyond 2e-5. FLA's kernel of FoX is off by 8e-4 on an H100. That of
+log-linear attention, which FLA has in chunks alone, multiplies in TF32, and is off by 8e-4 on an H200."""
+IN_FP32 = {"log_linear_mamba2"}
+"""The models whose chunks FLA computes in fp32 alone: under autocast its kernel multiplies fp32 by bf16, which Triton
+does not compile."""
+SWAPS = {"raven": 0.1}
+"""The errors of logits in bf16 that are allowed beyond 1e-2: rounding swaps slots that Raven's router takes."""
 NEEDS_MASK = {"forgetting_attention"}
 """The models that decode from a cache only with an attention mask."""
+OTHERWISE = {
+    (
+        "abc",
+        "cached",
+    ): "fla/ops/abc/chunk.py:1004: the state has hk and hv, and not z, the sum that both are divided by",
+    ("abc", "padded"): "fla/layers/abc.py:200: the mask makes v of padding 0, and leaves its k and s in the sums",
+}
+"""What FLA 0.6 computes in another way than for the whole text, with the line of FLA."""
 NEEDS_FLASH_ATTENTION = {"transformer", "hybrid", "latent_attention"}
 """The models that need flash-attn to read padded rows."""
 
@@ -101,18 +115,25 @@ def away(found: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def runnable() -> Iterator[None]:
-    """Skips where the kernel needs a GPU: it refuses fp32, or does what Triton's interpreter cannot."""
+    """Skips where FLA refuses this GPU, or needs a GPU: a kernel refuses fp32, or does what the interpreter cannot."""
     try:
         yield
     except Exception as error:
-        reasons = (
+        of_cpu = (
             "'int' object has no attribute 'to'",
             "'NoneType' object has no attribute 'type'",
             "does not support float32",
         )
-        if GPU or not any(reason in str(error) for reason in reasons):
+        of_gpu = ("produces incorrect results for gated chunk_bwd_dqkwg",)
+        if not any(reason in str(error) for reason in (of_gpu if GPU else of_cpu)):
             raise
-        pytest.skip(f"FLA's kernel needs a GPU: {error}")
+        pytest.skip(f"FLA refuses this GPU: {error}" if GPU else f"FLA's kernel needs a GPU: {error}")
+
+
+def expect_known_difference(pair: Pair, read: str, request: pytest.FixtureRequest) -> None:
+    """Says in the test's outcome that FLA reads in another way. The test fails if FLA does so no longer."""
+    if reason := OTHERWISE.get((pair.case, read)):
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
 
 
 @torch.no_grad()
@@ -128,14 +149,15 @@ def test_logits_are_ours(pair: Pair) -> None:
 def test_logits_of_chunks_are_as_near_as_ours(pair: Pair) -> None:
     tokens = drawn(CHUNKED)
     reference = pair.exact(tokens)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=pair.case not in IN_FP32):
         theirs = pair.theirs(tokens.to(DEVICE), use_cache=False).logits
         ours = pair.ours(tokens.to(DEVICE))
-    assert away(theirs, reference) < 2 * away(ours, reference) + 1e-2
+    assert away(theirs, reference) < 2 * away(ours, reference) + SWAPS.get(pair.case, 1e-2)
 
 
 @torch.no_grad()
-def test_cached_decoding_gives_the_logits_of_the_whole(pair: Pair) -> None:
+def test_cached_decoding_gives_the_logits_of_the_whole(pair: Pair, request: pytest.FixtureRequest) -> None:
+    expect_known_difference(pair, "cached", request)
     tokens = drawn(READ)
     start = READ - STEPS
     past, logits = None, []
@@ -149,7 +171,8 @@ def test_cached_decoding_gives_the_logits_of_the_whole(pair: Pair) -> None:
 
 
 @torch.no_grad()
-def test_padding_on_the_left_changes_no_logits(pair: Pair) -> None:
+def test_padding_on_the_left_changes_no_logits(pair: Pair, request: pytest.FixtureRequest) -> None:
+    expect_known_difference(pair, "padded", request)
     if pair.case in NEEDS_FLASH_ATTENTION and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("FLA's attention reads padded rows by flash-attn")
     tokens, padding = drawn(READ), 3
@@ -167,7 +190,7 @@ def test_gradients_are_ours(pair: Pair) -> None:
     wanted, ours = (gradients(model, tokens) for model in (pair.exact, pair.ours))
     pair.theirs.zero_grad()
     with runnable():
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=GPU):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=GPU and pair.case not in IN_FP32):
             logits = pair.theirs(tokens.to(DEVICE), use_cache=False).logits
         loss_of(logits, tokens).backward()
     found = {name: value.grad for name, value in pair.theirs.named_parameters() if value.grad is not None}
