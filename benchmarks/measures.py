@@ -52,6 +52,9 @@ LEDGERS = (
     (OUT.with_name("ledgers") / "found_rules_h100.db.xz", "pre_state_sgla:gpu", True),
     (OUT.with_name("ledgers") / "discover_h100.db.xz", "discover:gpu", True),
     (OUT.with_name("ledgers") / "proxies.db.xz", "proxies", False),
+    (OUT.with_name("ledgers") / "comba_ablation_h200.db.xz", "comba_ablation:gpu", True),
+    (OUT.with_name("ledgers") / "images_h200.db.xz", "images:gpu", True),
+    (OUT.with_name("ledgers") / "state_tracking_h200.db.xz", "state_tracking:gpu", True),
 )
 """Studies whose runs are there, and whether they tuned."""
 EVALUATIONS = 10
@@ -349,6 +352,7 @@ def recorded_tables(ledger: Path, address: str) -> dict[str, tuple[RecordedTask,
     with TemporaryDirectory() as folder:
         file = Path(folder) / "lab.db"
         file.write_bytes(lzma.decompress(ledger.read_bytes()))
+        Store.upgrade(file)
         with Store.open(file, create=False) as store:
             study = store.study(address)
             recorded = RecordedScores(store, study, store.trials(study.id))
