@@ -18,6 +18,8 @@ from deltalab.rule import UpdateRule
 
 TOKENS, EACH = 4096, 512
 """The number of tokens, and of those after which outputs are compared."""
+CHUNK = 16
+"""The size of chunks. The parallel form takes all pairs of tokens of a chunk, so that small chunks cost less."""
 MOST_CORNERS = 4
 """The number of heads whose gates stay at the ends of their ranges. In one more head, gates change with each token."""
 ALMOST = 0.01
@@ -40,7 +42,7 @@ def products(rule: UpdateRule) -> Iterator[Measurement | Note]:
         return
     x, ends = _extreme(rule)
     with torch.no_grad():
-        o = run(rule, x, "chunked", 64)[0]
+        o = run(rule, x, "chunked", CHUNK)[0]
     sizes = o.abs().amax(-1).unflatten(1, (-1, EACH)).amax(2).movedim(2, 0)  # [head, keys, part]
     early, late = sizes[..., 2:4].amax(-1), sizes[..., -2:].amax(-1)
     growth = (late / early.clamp_min(1e-3)).nan_to_num(math.inf)
