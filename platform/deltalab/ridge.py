@@ -341,7 +341,10 @@ def conjugate_gradient(times: Product, q: Tensor) -> Iterator[Tensor]:
         x, r = x + alpha * p, r - alpha * product
         before, squared = squared, _dot(r, r)
         p = r + squared / before.where(going, unit) * p
-        yield size * x
+        yield (solution := size * x)
+        if _settled(squared, threshold):
+            while True:
+                yield solution
 
 
 Solver = Callable[[System, Tensor], Iterator[Tensor]]
@@ -352,6 +355,18 @@ SOLVERS: dict[str, Solver] = {
     "cg": lambda system, q: conjugate_gradient(system.times, q),
 }
 """The function for each value of `Ridge.solver` but `exact`, which does not iterate."""
+
+
+def _settled(squared: Tensor, threshold: Tensor) -> bool:
+    """Returns whether no residual is above its threshold. It is False where nobody may look at the numbers.
+
+    A look would stop a GPU, cut a compiled graph in two, and cannot be had of a stack of runs. Where operators are
+    counted, all steps count.
+    """
+    unseen = squared.device.type != "cpu" or torch.compiler.is_compiling()
+    if unseen or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return False
+    return bool((squared <= threshold).all())
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

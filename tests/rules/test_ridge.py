@@ -1,5 +1,6 @@
 """Ridge regression for every token: the chunked form and the implicit gradients against direct computation."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -177,6 +178,24 @@ def test_conjugate_gradient_of_small_right_hand_sides(size: float) -> None:
     x = [next(iterates) for _ in range(200)][-1]
     want = size * torch.linalg.solve(matrix, q)
     assert (x.double() - want).norm() <= 1e-4 * want.norm()
+
+
+@pytest.mark.parametrize(("size", "stops"), [(3, True), (60, False)])
+def test_conjugate_gradient_stops_where_no_step_changes_anything(size: int, stops: bool) -> None:
+    """What it yields then is what further steps give, as those under vmap, which looks at no numbers."""
+    diagonal, q = torch.linspace(1, 9, size, dtype=torch.float64), normal(2, size, seed=1)
+    products = []
+
+    def iterates(q: Tensor) -> Tensor:
+        def times(x: Tensor) -> Tensor:
+            products.append(x)
+            return diagonal * x
+
+        return torch.stack(list(itertools.islice(conjugate_gradient(times, q), 12)))
+
+    got = iterates(q)
+    assert (len(products) < 8) is stops
+    torch.testing.assert_close(got, torch.func.vmap(iterates)(q[None])[0])
 
 
 @pytest.mark.parametrize(("backward", "grows"), [("implicit", False), ("autograd", True)])
