@@ -228,11 +228,25 @@ def test_by_budget_is_the_mean_over_all_subsets_of_candidates(table: Table, maxi
         found.worst(seed), found.worst(seed, "validation")
     for arm in table:
         curve = found.by_budget(arm)
-        assert len(curve) == len(table[arm])
-        for budget, value in enumerate(curve, 1):
+        assert list(curve) == [*range(1, len(table[arm]) + 1)]
+        for budget, value in curve.items():
             brute = list(subsets(found, arm, budget))
             assert value == pytest.approx(sum(brute) / len(brute))
-        assert curve[-1] == pytest.approx(sum(found.results[arm].values()) / 2), "all of them: the arm's own score"
+        assert curve[len(curve)] == pytest.approx(sum(found.results[arm].values()) / 2), (
+            "all of them: the arm's own score"
+        )
+
+
+def test_many_candidates_are_looked_at_in_doubles() -> None:
+    draw = np.random.default_rng(0)
+    runs = {
+        number: {seed: Run(*(number / 20 + draw.normal(0, 0.01, 2)).tolist()) for seed in (1, 2, 3)}
+        for number in range(20)
+    }
+    found = scores({"base": runs, "arm": runs}, seeds=(1, 2, 3))
+    curve = found.by_budget("arm")
+    assert list(curve) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 20]
+    assert curve[1] < curve[4] < curve[16] < curve[20] == pytest.approx(sum(found.results["arm"].values()) / 3)
 
 
 @pytest.mark.parametrize("candidates", [3, 5, 9])

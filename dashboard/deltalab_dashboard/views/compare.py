@@ -258,7 +258,7 @@ def curves(store: Store, tasks: Sequence[str], sides: Sequence[Choice], *, bands
     st.subheader("Curves", anchor="curves")
     left = sides[0]
     of_sides = [
-        {(final.task, final.metric, final.split) for final in store.final_metrics(side.study.id, stage="confirm")}
+        {(task, metric, split) for stage, task, split, metric in store.measured(side.study.id) if stage == "confirm"}
         for side in sides
     ]
     measured = sorted(set.intersection(*of_sides))

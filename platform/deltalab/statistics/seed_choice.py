@@ -234,8 +234,8 @@ class Scores:
         best = self.best(arm)
         return [] if best is None else [self.runs[arm][best][seed].test for seed in self.trained(arm)]
 
-    def by_budget(self, arm: str) -> list[float]:
-        """Returns the expected result if only 1, 2, ... of the candidates had been tried.
+    def by_budget(self, arm: str) -> dict[int, float]:
+        """Returns the expected result by how many of the candidates had been tried, for each of `budgets`.
 
         It is the mean over subsets of the candidates: over all of a size, or over `SUBSETS` of them drawn by lot.
 
@@ -244,25 +244,39 @@ class Scores:
         """
         sample = self.sample(arm, self.trained(arm))
         if not sample.seeds:
-            return [math.nan] * sample.candidates
-        return [float(sample.among(subsets).results().mean()) for subsets in _subsets(sample.candidates)]
+            return dict.fromkeys(budgets(sample.candidates), math.nan)
+        subsets = _subsets(sample.candidates)
+        return {size: float(sample.among(some).results().mean()) for size, some in subsets.items()}
+
+
+def budgets(candidates: int) -> list[int]:
+    """Returns the smaller budgets that are looked at: each up to 8 candidates, then the doubles of 8, and all.
+
+    Examples:
+        >>> budgets(20)
+        [1, 2, 3, 4, 5, 6, 7, 8, 16, 20]
+    """
+    sizes = [*range(1, min(candidates, 8) + 1)]
+    while sizes[-1] < candidates:
+        sizes.append(min(2 * sizes[-1], candidates))
+    return sizes
 
 
 @lru_cache(maxsize=8)
-def _subsets(candidates: int) -> list[NDArray[np.intp]]:
-    """The subsets of 1, 2, ... candidates, [subsets, size]: all of a size, or `SUBSETS` of them drawn by lot.
+def _subsets(candidates: int) -> dict[int, NDArray[np.intp]]:
+    """The subsets of candidates by their size, [subsets, size]: all of a size, or `SUBSETS` of them drawn by lot.
 
     Arms of as many candidates share them, since drawing takes as long as weighing.
     """
     draw, columns = Random(0), range(candidates)
-    return [
-        np.array(
+    return {
+        size: np.array(
             list(combinations(columns, size))
             if math.comb(candidates, size) <= SUBSETS
             else [draw.sample(columns, size) for _ in range(SUBSETS)]
         )
-        for size in range(1, candidates + 1)
-    ]
+        for size in budgets(candidates)
+    }
 
 
 def outcomes(

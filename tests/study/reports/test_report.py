@@ -388,8 +388,8 @@ def test_each_seed_is_scored_by_its_runs_as_the_others_weigh_them(store: Store) 
     assert base.score.mean == pytest.approx(0.6325, abs=1e-4)
     assert (base.tuned, base.chose) == ({"train.lr": 0.01}, 4)
     assert (base.by_budget, a.by_budget) == (
-        pytest.approx([0.65, 0.6325], abs=1e-4),
-        pytest.approx([0.7, 0.6825], abs=1e-4),
+        pytest.approx({1: 0.65, 2: 0.6325}, abs=1e-4),
+        pytest.approx({1: 0.7, 2: 0.6825}, abs=1e-4),
     )
     assert a.difference is not None
     assert (a.difference.mean, a.verdict) == (pytest.approx(0.05), "better")

@@ -191,10 +191,16 @@ def _about_seeds(rows: list[Row], hopeless: list[str]) -> Iterator[str]:
 
 
 def _about_budgets(rows: list[Row]) -> Iterator[str]:
-    if budgets := [row for row in rows if len(row.by_budget) > 1]:
-        expected = (f"{row.arm} {', '.join(f'{score:.3f}' for score in row.by_budget)}" for row in budgets)
-        most = max(len(row.by_budget) for row in budgets)
-        yield f"Expected score with 1 to {most} candidates: {'; '.join(expected)}."
+    if tuned := [row for row in rows if len(row.by_budget) > 1]:
+        sizes = max((list(row.by_budget) for row in tuned), key=max)
+        scores = ([row.by_budget[size] for size in sizes if size in row.by_budget] for row in tuned)
+        expected = (
+            f"{row.arm} {', '.join(f'{score:.3f}' for score in of_row)}"
+            for row, of_row in zip(tuned, scores, strict=True)
+        )
+        each = sum(at == size for at, size in enumerate(sizes, 1))
+        said = f"1 to {each}" + "".join(f", {size}" for size in sizes[each:])
+        yield f"Expected score with {said} candidates: {'; '.join(expected)}."
 
 
 def _about_states(rows: list[Row]) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Row:
         flops_per_token: The operations of matrix products for one token of the forward pass.
         tuned: The values that are best on validation over all seeds.
         chose: With how many seeds the values in `tuned` have the greatest weight.
-        by_budget: The expected score if only 1, 2, ... of the candidates had been tried.
+        by_budget: The expected score by how many of the candidates had been tried.
         by_seed: The difference to the reference for each seed; empty if the test has no pairs.
         scores: The result of each seed.
         one_setting: The mean test score of the values in `tuned`; None if there was one candidate. These values were
@@ -95,7 +95,7 @@ class Row:
     flops_per_token: float | None
     tuned: dict[str, Any]
     chose: int
-    by_budget: list[float]
+    by_budget: dict[int, float]
     by_seed: dict[int, float] = field(default_factory=dict)
     scores: dict[int, SeedScore] = field(default_factory=dict)
     one_setting: Interval | None = None

@@ -128,7 +128,7 @@ def _headline_row(
         **_costs(None, trials, ledger),
         tuned={},
         chose=0,
-        by_budget=[],
+        by_budget={},
         by_seed=by_seed,
         iqm=float(interquartile_parts(results).mean()) if trained else None,
         iqm_difference=None if arm.name == over.scores[0].base else iqm_difference,
@@ -169,7 +169,7 @@ def _tuning_row(arm: Arm, task: RecordedTask, ledger: RecordedScores) -> Row:
         **_costs(best, trials, ledger),
         tuned=best.values if best else {},
         chose=0,
-        by_budget=[],
+        by_budget={},
     )
 
 
@@ -230,7 +230,7 @@ def _row(arm: Arm, task: RecordedTask, ledger: RecordedScores, scores: Scores, o
         **_costs(shown, trials, ledger),
         tuned=shown.values if shown else {},
         chose=sum(number == best for number in choices.values()),
-        by_budget=scores.by_budget(arm.name) if len(scores.numbers(arm.name)) > 1 else [],
+        by_budget=scores.by_budget(arm.name) if len(scores.numbers(arm.name)) > 1 else {},
         by_seed=by_seed,
         scores=_by_seed(arm.name, scores, choices, by_seed, {trial.number: trial.values for trial in trials}),
         one_setting=_one_setting(scores, arm.name, task.bounds),

@@ -197,7 +197,7 @@ COLUMNS: tuple[Column, ...] = (
         seldom=True,
     ),
     _in_files("chose", int),
-    _in_files("by_budget", list),
+    _in_files("by_budget", dict),
     _in_files("by_seed", dict),
     _in_files("scores", dict),
     _in_files("seeds_needed", int),
