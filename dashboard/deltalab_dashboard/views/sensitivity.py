@@ -44,7 +44,7 @@ def page(store: Store, study: Study) -> None:
     splits: list[Literal["validation", "test"]] = ["validation", "test"]
     split = right.selectbox("Split", splits[:1] if spec.is_search else splits, key="split", bind="query-params")
     sweeps, recorded_task = by_task[task], recorded_tasks(study)[task]
-    for warning in range_end_notes(sweeps, spec, task):
+    for warning in range_end_notes(sweeps, spec, task, study.state):
         st.warning(plain(warning), icon=":material/warning:")
     names = [arm.name for arm in store.arms(study.id)]
     base = next(arm.name for arm in store.arms(study.id) if arm.is_base)

@@ -2,15 +2,18 @@
 
 import math
 
+import pytest
 from tests.support.ledgers import begin, record
 from tests.support.search_ledger import Lab
 
 from deltalab.store import Store
+from deltalab.store.models import StudyState
 from deltalab.study.answers.sensitivity import range_end_notes, sensitivity
 from deltalab.study.reports.report import report
 from deltalab.study.specs.recorded_study import RecordedSpec
 
 RATES = (0.001, 0.01, 0.1)
+LR = {"log_uniform": [1e-3, 1e-1]}
 
 
 def test_each_arm_has_its_best_value_and_says_where_it_lies(store: Store) -> None:
@@ -31,9 +34,27 @@ def test_each_arm_has_its_best_value_and_says_where_it_lies(store: Store) -> Non
     assert (late.arm, late.best, late.ends) == ("late", 2, {"train.lr": "highest"})
     assert base.values == {number: {"train.lr": lr} for number, lr in enumerate(RATES)}
     assert base.scores(1, "validation") == [0.7] * 8
-    (warning,) = range_end_notes([base, late], RecordedSpec(store.study(study).spec), "mqar")
+    (warning,) = range_end_notes([base, late], RecordedSpec(store.study(study).spec), "mqar", "done")
     assert warning.startswith("The best train.lr of late is the highest that was tried, 0.1: ")
     assert warning in report(store, study).tables[0].warnings, "the report and the page say the same"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("done", "tune.extend moved it as far as it does"),
+        ("interrupted", "values that tune.extend adds beyond it may not be trained yet"),
+    ],
+)
+def test_an_extended_range_is_moved_as_far_as_it_goes_once_the_study_ends(
+    store: Store, state: StudyState, said: str
+) -> None:
+    study = begin(store, "tuned", changes={"base": {}}, tune={"trials": 3, "train.lr": LR, "extend": True})
+    for number, lr in enumerate(RATES):
+        record(store, study, "base", "mqar", [0.2 * (number + 1)] * 8, number=number, tuned={"train.lr": lr})
+    store.finish_study(study, state)
+    (warning,) = [text for text in report(store, study).tables[0].warnings if "that was tried" in text]
+    assert warning.endswith(f"{said}).")
 
 
 def test_a_candidate_with_a_diverged_seed_is_not_the_best(store: Store) -> None:

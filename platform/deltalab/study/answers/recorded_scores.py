@@ -32,6 +32,7 @@ class RecordedScores:
     Attributes:
         trials: The trials that count. Infeasible trials and trials that a later trial superseded are left out.
         spec: The study's file.
+        state: The state of the study.
         tasks: The study's tasks by name.
         compared: These tasks, and the further metrics that the study compares, each in the place of a task.
         looks: The numbers of seeds at which the study tests its arms.
@@ -40,7 +41,7 @@ class RecordedScores:
 
     def __init__(self, store: Store, study: Study, trials: Sequence[TrialRow]) -> None:
         self.trials = current([trial for trial in trials if trial.state != "infeasible"])
-        self.spec = RecordedSpec(study.spec)
+        self.spec, self.state = RecordedSpec(study.spec), study.state
         self.tasks = recorded_tasks(study)
         self.compared = self.tasks | recorded_measures(study)
         self.looks = self.spec.looks

@@ -43,7 +43,7 @@ def table_warnings(rows: list[Row], task: RecordedTask, ledger: RecordedScores, 
         *too_few_seeds(rows, reference),
         *_lost_candidates(scores, reference),
         *_at_an_end(reference, task),
-        *range_end_notes([sweep(row.arm, task, ledger, scores) for row in rows], ledger.spec, task.name),
+        *range_end_notes([sweep(row.arm, task, ledger, scores) for row in rows], ledger.spec, task.name, ledger.state),
         *_uneven(rows, reference),
         *_dead(rows),
     ]

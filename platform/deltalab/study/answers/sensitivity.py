@@ -93,13 +93,14 @@ def _tuning_alone(ledger: RecordedScores, arm: str, task: str) -> list[TrialRow]
     return [trial for trial in trials if is_own(trial.number, ledger.spec.search)]
 
 
-def range_end_notes(sweeps: Sequence[Sweep], spec: RecordedSpec, task: str) -> Iterator[str]:
+def range_end_notes(sweeps: Sequence[Sweep], spec: RecordedSpec, task: str, state: str) -> Iterator[str]:
     """Writes a note for each end of a range at which arms have their best value.
 
     Args:
         sweeps: The sweeps of the arms on one task.
         spec: The study's file.
         task: The name of the task.
+        state: The state of the study.
     """
     tuned = spec.tuned_on(task)
     arms_at: dict[tuple[str, str, str, bool], list[str]] = {}
@@ -112,8 +113,10 @@ def range_end_notes(sweeps: Sequence[Sweep], spec: RecordedSpec, task: str) -> I
     hint = "tune: {extend: true} tries further"
     if spec.is_search:
         hint = "widen its range under search"
-    elif spec.is_extended:
+    elif spec.is_extended and state in ("done", "failed"):
         hint = "tune.extend moved it as far as it does"
+    elif spec.is_extended:
+        hint = "values that tune.extend adds beyond it may not be trained yet"
     for (path, end, value, is_inside), arms in arms_at.items():
         beyond = "these arms may do better beyond it" if len(arms) > 1 else "the arm may do better beyond it"
         advice = hint
