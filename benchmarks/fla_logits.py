@@ -129,6 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 64, "expand_v": 0.5},
         "LogLinearMamba2", {"head_dim": 32, "state_size": 64},
     ),
+    "mesa_net": ({}, "MesaNet", {"head_dim": 32, "num_heads": 2, "use_output_gate": True}),
     "latent_attention": (
         {
             "rule": "attention", "conv": 0, "rope": True, "output_norm": False, "output_gate": False, "key_dim": 24,

@@ -267,6 +267,9 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
             {"rule": "mamba2@published", "block": "mamba", "layers": 2, "attention": [1]},
             "FLA's mamba2 takes no layers of attention; layer 1 is",
         ),
+        ({"rule": {"name": "mesa_net@published", "ridge": 1}}, "no equal of mesa_net.ridge const.*=channel_ridge`"),
+        ({"rule": "mesa_net@published", "expand_v": 2}, "FLA's mesa_net has values as wide as keys: 16 is not 8"),
+        ({"rule": "mesa_net@published", "conv": 0}, "FLA's mesa_net has no equal of model.conv 0; add `--set model.co"),
         ({"rule": "retnet", **RAW}, "no equal of model.rope false; add `--set model.rope=true`"),
     ],
 )
@@ -292,6 +295,27 @@ def test_kda_goes_to_fla_where_its_decay_has_fewer_channels_and_one_rate_a_head(
     tokens = torch.arange(12)[None] % 20
     back = loaded(written(tmp_path, *to_fla(model.spec, weights)))
     torch.testing.assert_close(back(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_mesa_net_goes_to_fla_while_its_convolution_leaves_v_as_it_is(tmp_path: Path) -> None:
+    model = loaded(written(tmp_path, *of_fla("mesa_net")))
+    tokens = torch.arange(12)[None] % 20
+    back = loaded(written(tmp_path, *to_fla(model.spec, model.state_dict())))
+    assert torch.equal(back(tokens), model(tokens))
+    v_of = 2 * model.spec.heads * model.spec.head_dims[0]
+    for tap, channel in ((0, v_of), (-1, -1)):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        weights["blocks.1.mixer.conv"][tap, channel] += 1e-3
+        with pytest.raises(InputError, match="no convolution of v.*its last tap is 1 and the others are 0$"):
+            to_fla(model.spec, weights)
+    weights = model.state_dict()
+    weights["blocks.1.mixer.conv"][:, :v_of] *= 2
+    to_fla(model.spec, weights)
+    with pytest.raises(InputError, match="deltalab's learns one, so that an untrained model has no equal$"):
+        to_fla(model.spec, None)
+    config, theirs = of_fla("mesa_net")
+    with pytest.raises(InputError, match="'max_cg_step_decoding' 5 has no equal here; only max_cg_step_training, 30"):
+        from_fla(written(tmp_path, {**config, "max_cg_step_decoding": 5}, theirs))
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,10 @@ CHUNKED = 160
 """The tokens that FLA reads in chunks, in bf16."""
 STEPS = 16 if GPU else 2
 """The tokens that are decoded one by one from a cache."""
-WITHIN = {"forgetting_attention": 2e-3, "log_linear_mamba2": 2e-3} if GPU else {}
+WITHIN = {"forgetting_attention": 2e-3, "log_linear_mamba2": 2e-3, "mesa_net": 5e-3} if GPU else {}
 """The errors of logits in fp32 that are allowed beyond 2e-5. FLA's kernel of FoX is off by 8e-4 on an H100. That of
-log-linear attention, which FLA has in chunks alone, multiplies in TF32, and is off by 8e-4 on an H200."""
+log-linear attention, which FLA has in chunks alone, multiplies in TF32, and is off by 8e-4 on an H200. MesaNet rounds
+q and k to 16 bits, and adds 1e-5 in each step of its solver: 1.3e-3 by FLA's naive form on a CPU."""
 IN_FP32 = {"log_linear_mamba2"}
 """The models whose chunks FLA computes in fp32 alone: under autocast its kernel multiplies fp32 by bf16, which Triton
 does not compile."""

@@ -26,6 +26,7 @@ from deltalab.export.fla.delta_forms import (
 from deltalab.export.fla.layer_form import Form, Part, needs, same
 from deltalab.export.fla.linear_forms import GLA, HGRN, HGRN2, LIGHTNET, LINEAR_ATTENTION, RETNET
 from deltalab.export.fla.mamba_forms import LOG_LINEAR_MAMBA2, MAMBA2
+from deltalab.export.fla.ridge_forms import MESA_NET
 from deltalab.export.fla.slot_forms import ABC, GSA, RAVEN
 from deltalab.models.block import swiglu_width
 from deltalab.models.model import Model
@@ -34,7 +35,7 @@ from deltalab.models.spec import ModelSpec
 FORMS = (
     GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED, PRECONDITIONED_KDA,
     GLA, RETNET, HGRN, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, GSA, RAVEN, MAMBA2, LOG_LINEAR_MAMBA2,
-    FORGETTING, TRANSFORMER, LATENT,
+    MESA_NET, FORGETTING, TRANSFORMER, LATENT,
 )  # fmt: skip
 """All forms. If a rule has several forms, they are tried in this order."""
 
@@ -44,7 +45,6 @@ WHY_NOT = {
     "hgrn": "FLA's HGRN is real, ours is complex as in its paper; rule min_gru is FLA's",
     "mamba": "FLA's Mamba has a step for each channel of the model, and no heads",
     "mamba3": "FLA's Mamba-3 runs by kernels of the package mamba_ssm, to which no conversion has been held",
-    "mesa_net": "FLA's v goes through no convolution, ours through that of q and k",
     "mom": "FLA's router belongs to the layer, ours to each head",
     "momentum_deltanet": "FLA has this layer, and no model of it",
     "path_attention": "FLA's beta has a bias, ours none, and its convolution leaves out q, k and v",
@@ -104,6 +104,8 @@ def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[
     """
     form, config = _form_of(spec)
     if weights is None:
+        if form.needs_weights:
+            raise InputError(f"export to fla: {form.needs_weights}, so that an untrained model has no equal")
         return config, {}
     theirs: dict[str, Tensor] = {}
     for part in _parts(spec, form):

@@ -60,6 +60,7 @@ class Form:
         trunk: FLA's name of the model without its output matrix.
         last_norm: FLA's name of the norm before the output matrix.
         mixer: FLA's name of a block's mixer; the name of the norm before it begins with it, but for mamba blocks.
+        needs_weights: Why an untrained model of ours has no equal; "" if it has one.
     """
 
     model_type: str
@@ -77,6 +78,7 @@ class Form:
     trunk: str = "model"
     last_norm: str = "norm"
     mixer: str = "attn"
+    needs_weights: str = ""
 
 
 def same(ours: str, theirs: str) -> Part:
