@@ -1,6 +1,7 @@
 """Engines take the steps of a study: its learning rates, and the updates of its optimizers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_a_training_by_muon_has_the_losses_of_the_study_and_goes_on_with_them(
     assert logged(run, "loss") == pytest.approx(expected, rel=1e-5), "the momentum is part of the checkpoint"
     for name, value in checkpoints.read_checkpoint(last).items():
         torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torchtitan", "accelerate"])
+def test_a_training_by_adamw_has_the_losses_of_the_study(
+    engine: str, lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(lab, tmp_path / "run", monkeypatch, "optimizer.name=adamw", engine=engine)
+    losses = logged(tmp_path / "run", "loss")
+    assert losses == pytest.approx(by_a_study(lab, replace(TRAIN, optimizer="adamw")), rel=1e-5)
+    assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.slow
