@@ -322,6 +322,11 @@ UNMET: dict[str, list[tuple[dict[str, Any], str]]] = {
     "ruler_needles": [({"times": []}, "'times' must name a multiple")],
     "ruler_variables": [({"chains": 0}, "'chains' must be")],
     "selectiv": [({"times": [0]}, "'times' must")],
+    "image_folder": [
+        ({}, "needs folder"),
+        ({"folder": "no such folder"}, "cannot read"),
+        ({"folder": "x", "side": 4}, "'side' must be from 8 to 512"),
+    ],
     "shapes": [
         ({"side": 32, "patch": 5}, "'patch' must divide the 32 pixels of an image"),
         ({"side": 8}, "'side' must be from 16 to 256"),
