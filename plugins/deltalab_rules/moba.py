@@ -28,6 +28,10 @@ class MoBA(UpdateRule):
 
     name: ClassVar[str] = "moba"
     paper: ClassVar[str] = "arXiv:2502.13189"
+    published = {
+        "source": "moba_naive.py of MoonshotAI/MoBA, in the attention of Llama",
+        "layer": {"conv": 0, "rope": True, "output_norm": False, "output_gate": False},
+    }
 
     block: int = knob(16, 4)
     top: int = knob(3, 1)

@@ -34,6 +34,11 @@ class NSA(UpdateRule):
 
     name: ClassVar[str] = "nsa"
     paper: ClassVar[str] = "arXiv:2502.11089"
+    published = {
+        "source": "fla/layers/nsa.py of fla-org/flash-linear-attention",
+        "layer": {"conv": 0, "rope": True, "output_norm": False, "output_gate": False},
+        "lacks": "one choice of blocks for all heads of a group; pooled, stride and block are sizes, equal there",
+    }
 
     c: Gate = knob(forms.sigmoid(), forms.const(0))
     s: Gate = knob(forms.sigmoid(), forms.const(0))

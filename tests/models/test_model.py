@@ -132,6 +132,7 @@ def test_only_rules_that_keep_their_past_remember_more_the_longer_they_read() ->
         "forgetting_attention",
         "path_attention",
         "hyena",
+        "landmark_attention",
         "memory_caching",
         "moba",
         "nsa",

@@ -270,6 +270,40 @@ class TestAttention(PublishedBlock):
         return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
 
 
+class TestMoBA(PublishedBlock):
+    """moba_naive.py in Llama's attention: rotary positions before the gate, and 1/sqrt(K) on the masked logits."""
+
+    rule = "moba"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x, convolves=False)
+        q, k, outputs = rotary(q), rotary(k), []
+        assert x.shape[1] <= 32  # both blocks of 16 are among the best 3
+        for t in range(x.shape[1]):
+            outputs.append(weighed(q[:, t], k[:, : t + 1], v[:, : t + 1]))
+        return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
+
+
+class TestNSA(PublishedBlock):
+    """fla/layers/nsa.py: rotary positions, and three gates for each head, by one projection without a bias."""
+
+    rule = "nsa"
+
+    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = projected(p, x, convolves=False)
+        q, k, outputs = rotary(q), rotary(k), []
+        g_cmp, g_slc, g_swa = (torch.sigmoid(x @ p[f"gates.project.{name}.weight"].T)[..., None] for name in "csw")
+        for t in range(x.shape[1]):
+            o = g_slc[:, t] * weighed(q[:, t], k[:, : t + 1], v[:, : t + 1])  # the first block and the two last
+            first = max(t - 15, 0)
+            o = o + g_swa[:, t] * weighed(q[:, t], k[:, first : t + 1], v[:, first : t + 1])
+            if t >= 7:
+                means = (torch.stack([y[:, i : i + 8].mean(1) for i in range(0, t - 6, 4)], 1) for y in (k, v))
+                o = o + g_cmp[:, t] * weighed(q[:, t], *means)
+            outputs.append(o)
+        return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
+
+
 class TestForgettingAttention(PublishedBlock):
     """fla/layers/forgetting_attn.py: no positions, f = sigmoid(W x + c), without norm and gate."""
 
@@ -308,6 +342,12 @@ class TestDifferentialAttention(PublishedBlock):
             outputs.append(torch.einsum("bhn,bnhv->bhv", weights, v[:, : t + 1]))
         o = torch.stack(outputs, 1)
         return (0.2 * rms(o, o.new_ones(o.shape[-1]))).flatten(-2) @ p["out.weight"].T
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention of q [B, H, K] to k [B, n, H, K] and v [B, n, H, V]."""
+    weights = (torch.einsum("bhk,bnhk->bhn", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+    return torch.einsum("bhn,bnhv->bhv", weights, v)
 
 
 def rotary(x: Tensor) -> Tensor:
