@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ from deltalab.study.workers.jobs import Job
 TUNE = {"trials": 3, "train.lr": LR}
 
 
+def planned(folder: Path, **given: Any) -> Plan:
+    file = folder / "s.yaml"
+    file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
+    return make_plan(load_study(file), study_file="s.yaml")
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> Callable[..., Plan]:
-    def planned(**given: Any) -> Plan:
-        file = tmp_path / "s.yaml"
-        file.write_text(yaml.safe_dump({**STUDY, **given}, sort_keys=False))
-        return make_plan(load_study(file), study_file="s.yaml")
-
-    return planned
+    return partial(planned, tmp_path)
 
 
 def schedule(found: Plan, store: Store) -> Schedule:
@@ -301,19 +303,25 @@ def test_an_arm_without_a_rival_left_ends_the_study_early(plan: Callable[..., Pl
     assert one.total == one.completed == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["task", "study"])
-@pytest.mark.parametrize("killed_after", [1, 11, 12, 17])
-def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
-    plan: Callable[..., Plan], tmp_path: Path, killed_after: int, family: str
-) -> None:
+@pytest.fixture(scope="module", params=["task", "study"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, list[str], Any]:
+    """A plan with a family of tests, the keys of its trials in a schedule that nothing ends, and their tables."""
+    lab = tmp_path_factory.mktemp("whole")
     tasks = {"mqar": MQAR, "short": {**MQAR, "task": "mqar", "length": 8}}
     tune = {"trials": 2, "train.lr": LR, "extend": True}
-    found = plan(arms=ARMS, tune=tune, seeds=LOOKS, family=family, task=tasks)
-    with Store.open(tmp_path / "whole.db") as store:
+    found = planned(lab, arms=ARMS, tune=tune, seeds=LOOKS, family=request.param, task=tasks)
+    with Store.open(lab / "whole.db") as store:
         one = schedule(found, store)
-        whole = finish(one, figures)
-        tables = shown(store, one).to_json()
+        keys = sorted(job.key for job in finish(one, figures))
+        return found, keys, shown(store, one).to_json()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_after", [1, 11, 12, 17])
+def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
+    whole: tuple[Plan, list[str], Any], tmp_path: Path, killed_after: int
+) -> None:
+    found, keys, tables = whole
     with Store.open(tmp_path / "cut.db") as store:
         first = schedule(found, store)
         before = finish(first, figures, limit=killed_after)
@@ -323,13 +331,13 @@ def test_a_schedule_made_anew_goes_on_and_repeats_nothing(
         after = finish(second, figures)
         assert second.done
         assert second.known == killed_after
-        assert second.completed == second.total == len(whole)
+        assert second.completed == second.total == len(keys)
         third = schedule(found, store)
         assert alone(third) is None
-        assert (third.done, third.known) == (True, len(whole))
-        assert len(store.trials(third.study_id)) == len(whole)
+        assert (third.done, third.known) == (True, len(keys))
+        assert len(store.trials(third.study_id)) == len(keys)
         assert shown(store, third).to_json() == tables
-    assert sorted(job.key for job in before + after) == sorted(job.key for job in whole)
+    assert sorted(job.key for job in before + after) == keys
 
 
 @pytest.mark.slow
