@@ -7,8 +7,6 @@ from playwright.sync_api import Locator
 from tests.browser.ledgers import Ledgers
 from tests.browser.visit import Visit
 
-from deltalab_dashboard.picture import settle
-
 pytestmark = pytest.mark.browser
 
 
@@ -23,7 +21,7 @@ def sidebar(tab: Visit) -> Locator:
 def save(tab: Visit, name: str) -> None:
     sidebar(tab).get_by_role("textbox", name="Save this view as").fill(name)
     sidebar(tab).get_by_role("button", name="Save", exact=True).click()
-    settle(tab.page)
+    tab.settle()
 
 
 def test_a_view_is_saved_opened_renamed_and_deleted(visit: Callable[..., Visit], lab: Ledgers) -> None:
@@ -35,7 +33,7 @@ def test_a_view_is_saved_opened_renamed_and_deleted(visit: Callable[..., Visit],
     assert "logx" not in tab.page.url
     sidebar(tab).get_by_role("link", name="base alone *on* <b>log</b> x").click()
     tab.page.wait_for_function("() => location.search.includes('logx=true')")
-    settle(tab.page)
+    tab.settle()
     state = {widget["label"]: widget["value"] for widget in tab.widgets()}
     assert state["Log x"] == [True], "the page that was open shows the view"
     assert "base" in state["Arms"][0]
@@ -43,7 +41,7 @@ def test_a_view_is_saved_opened_renamed_and_deleted(visit: Callable[..., Visit],
     tab.open(study=lab.labels["ablation"])  # Another page of another study.
     sidebar(tab).get_by_role("link", name="base alone *on* <b>log</b> x").click()
     tab.page.wait_for_function("() => location.pathname === '/curves' && location.search.includes('logx=true')")
-    settle(tab.page)
+    tab.settle()
     assert lab.labels["tuned"].replace(" ", "+") in tab.page.url
     assert "arms=base" in tab.page.url, "a name that both pages' addresses have belongs to the view"
     tab.open(saved="base alone *on* <b>log</b> x")

@@ -119,7 +119,7 @@ def test_a_click_in_the_legend_switches_an_arm(visit: Callable[..., Visit], lab:
     legend = tab.page.get_by_test_id("stVegaLiteChart").first.locator(".role-legend text")
     legend.filter(has_text="late").click()
     tab.page.wait_for_function("() => location.search.includes('arms=base') && !location.search.includes('arms=late')")
-    settle(tab.page)
+    tab.settle()
     legend.filter(has_text="late (off)").click()
     tab.page.wait_for_function("() => location.search.includes('arms=late')")
     assert not tab.complaints

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from tests.browser.ledgers import Ledgers
-from tests.browser.visit import Visit
+from tests.browser.visit import PHONE, Visit
 
-from deltalab_dashboard.picture import served, settle
+from deltalab_dashboard.picture import served
 
 pytestmark = pytest.mark.browser
 RICH = ("tuned", "search")  # they have a figure on every page
@@ -28,7 +28,7 @@ def test_the_address_restores_what_was_chosen(visit: Callable[..., Visit], lab: 
             if number < len(tab.widgets()):  # a choice may take later widgets away
                 tab.change(number)
         fresh.page.goto(tab.page.url)
-        settle(fresh.page)
+        fresh.settle()
         wrong += [
             f"{tab.page.url}: {was} is {now}"
             for was, now in zip(tab.widgets(), fresh.widgets(), strict=False)
@@ -37,6 +37,20 @@ def test_the_address_restores_what_was_chosen(visit: Callable[..., Visit], lab: 
         if len(tab.widgets()) != len(fresh.widgets()):
             wrong.append(f"{tab.page.url}: {len(tab.widgets())} widgets are {len(fresh.widgets())}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_curves_and_their_legend_fit_a_phone(visit: Callable[..., Visit], lab: Ledgers) -> None:
+    tab = visit(viewport=PHONE)
+    tab.open("curves", study=lab.labels["many"])
+    chart = tab.page.get_by_test_id("stVegaLiteChart").first
+    room = chart.bounding_box()
+    entries = [text.bounding_box() for text in chart.locator(".role-legend-label text").all()]
+    plot = chart.locator(".role-frame path.background").first.bounding_box()
+    assert room is not None
+    assert plot is not None
+    assert len(entries) == 6
+    assert max(entry["x"] + entry["width"] for entry in entries if entry) <= room["x"] + room["width"]
+    assert plot["width"] >= room["width"] / 2
 
 
 def test_tab_reaches_all_that_a_mouse_reaches(visit: Callable[..., Visit], lab: Ledgers) -> None:

@@ -1,11 +1,14 @@
 """A visit to the dashboard: opens pages in a tab, works their widgets, and keeps what the tab complains of."""
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, WebSocket
+from streamlit.proto.BackMsg_pb2 import BackMsg
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from tests.browser import known
 
 from deltalab_dashboard.picture import settle
@@ -35,6 +38,8 @@ class Visit:
         self.context.set_default_timeout(PATIENCE_MILLISECONDS)
         self.page: Page = self.context.new_page()
         self.complaints: list[str] = []
+        self._unanswered = False
+        self.page.on("websocket", self._socket)
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.complaints.append(f"uncaught: {error}"))
         self.page.on("request", self._request)
@@ -42,6 +47,18 @@ class Visit:
     def open(self, path: str = "", **query: str) -> None:
         """Opens a page by its address."""
         self.page.goto(f"{self.url}/{path}" + (f"?{urlencode(query)}" if query else ""))
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until the page is drawn, with what its script says to the last choice.
+
+        Streamlit's page says that its script runs once the server has begun, which a busy machine does late.
+        """
+        until = time.monotonic() + PATIENCE_MILLISECONDS / 1000
+        settle(self.page)
+        while self._unanswered:
+            assert time.monotonic() < until, "the server answers a choice"
+            self.page.wait_for_timeout(50)
         settle(self.page)
 
     def pages(self) -> list[str]:
@@ -53,12 +70,12 @@ class Visit:
         """Turns to a page by its link in the navigation, or by its address without a link."""
         if path == "trial":
             self.page.goto(f"{self.url}/trial?{urlsplit(self.page.url).query}")
-            settle(self.page)
+            self.settle()
             return
         link = self.page.locator(f"[data-testid=stSidebarNavLink][href$='/{path}']").first
         link.click()
         self.page.wait_for_function("path => location.pathname === '/' + path", arg=path)
-        settle(self.page)
+        self.settle()
 
     def widgets(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.look("widgets", WIDGET)
@@ -133,7 +150,7 @@ class Visit:
         for key in pressed:
             self.page.keyboard.press(key)
             self.page.wait_for_timeout(50)
-        settle(self.page)
+        self.settle()
 
     def pale(self) -> list[str]:
         """Text of charts that is paler than WCAG allows for large text and graphics."""
@@ -153,6 +170,19 @@ class Visit:
 
     def close(self) -> None:
         self.context.close()
+
+    def _socket(self, socket: WebSocket) -> None:
+        self._unanswered = False
+        socket.on("framesent", self._sent)
+        socket.on("framereceived", self._received)
+
+    def _sent(self, frame: str | bytes) -> None:
+        if isinstance(frame, bytes) and BackMsg.FromString(frame).HasField("rerun_script"):
+            self._unanswered = True
+
+    def _received(self, frame: str | bytes) -> None:
+        if isinstance(frame, bytes) and ForwardMsg.FromString(frame).HasField("new_session"):
+            self._unanswered = False
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error" and not known.probe(str(message.location.get("url", ""))):

@@ -1,6 +1,6 @@
 """The page Curves: the mean curve of each arm with its interval, over steps, tokens, time, operations or length."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import altair as alt
@@ -30,8 +30,10 @@ FEW = 10
 SWITCH = "clicked"
 # The least distance of two names at the ends of lines, as a share of the range of the means.
 APART = 0.045
-# About how many pixels a letter of such a name is wide.
+# About how many pixels a letter of a name is wide.
 LETTER = 7
+# About how many pixels the axis takes beside the legend, and how many a chart in a file has.
+AXIS, WIDE = 70, 800
 # A description of the runs whose mean a thick line shows, for each stage.
 RUNS: dict[Stage, str] = {
     "confirm": "the run that each seed chose on validation, as in the report",
@@ -217,7 +219,7 @@ def curve_chart(
         legend=alt.Legend(
             title="click to switch",
             orient="bottom",
-            columns=6,
+            columns=legend_columns(palette),
             labelLimit=0,
             symbolLimit=len(palette),  # Vega-Lite would stop after 30 arms.
             symbolStrokeWidth=3,
@@ -264,14 +266,8 @@ def curve_chart(
         .encode(x=x, y=alt.Y("at:Q", title=title, scale=scale), text="arm:N", color=color)
     )
     click = alt.selection_point(name=SWITCH, fields=["arm"], bind="legend", toggle="true")
-    # Names at the ends of lines need room beside the axes. The dashes of runs and of arms have scales of their own.
-    right = 20 + LETTER * max((len(arm) for arm in drawn), default=0)
-    return (
-        alt.layer(*layers)
-        .resolve_scale(strokeDash="independent")
-        .properties(padding={"left": 5, "top": 5, "bottom": 5, "right": right})
-        .add_params(click, downloads.zoom())
-    )
+    # The dashes of runs and of arms have scales of their own.
+    return alt.layer(*layers).resolve_scale(strokeDash="independent").add_params(click, downloads.zoom())
 
 
 def line_ends(means: pd.DataFrame, *, logarithmic: bool) -> pd.DataFrame:
@@ -310,6 +306,16 @@ def in_order(values: np.ndarray) -> np.ndarray:
             mean, count = (before * size + mean * count) / (size + count), size + count
         blocks.append((mean, count))
     return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+
+
+def legend_columns(names: Iterable[str]) -> alt.ExprRef:
+    """Returns how many of these names stand side by side in the legend: six, or as many as the page has room for.
+
+    Vega cuts off a legend that is wider than the chart, and narrows the chart for it.
+    """
+    entry = 30 + LETTER * max(map(len, names), default=0)
+    # Without a page, as in a file, there is no container.
+    return alt.ExprRef(f"max(1, min(6, floor(((containerSize()[0] || {WIDE}) - {AXIS}) / {entry})))")
 
 
 def switch(key: str, drawn: Sequence[str]) -> None:
