@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import folders
+from tests.support.examples import example
 
 from deltalab import check_task, registry
 from deltalab.authoring.check import CheckResult
@@ -188,7 +189,7 @@ def test_another_process_draws_the_same_batches_of_a_builtin_task() -> None:
 @pytest.mark.parametrize("name", BUILTIN)
 def test_builtin_tasks_pass(name: str) -> None:
     assert [
-        result.message for result in check_task(registry.get_task(name, **BUILTIN[name].example)) if not result.passed
+        result.message for result in check_task(registry.get_task(name, **example(name))) if not result.passed
     ] == []
 
 

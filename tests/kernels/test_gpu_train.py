@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.examples import example
 
 import deltalab
 from deltalab.models.spec import ModelSpec
-from deltalab.registry import task_plugin
 from deltalab.tasks import BUILTIN, corpus
 from deltalab.training.stack import Stack
 from deltalab.training.train import TrainSpec, train, train_together
@@ -96,7 +96,7 @@ def test_a_step_of_any_layer_is_one_graph_and_as_on_a_cpu(given: dict[str, Any])
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_a_step_on_any_task_is_one_graph(name: str) -> None:
-    task = deltalab.get_task(name, **task_plugin(name).kind.example)
+    task = deltalab.get_task(name, **example(name))
     spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout, patches=task.patches)
     graph, eager = (trained(task, spec, SPEC, graph=wanted) for wanted in (True, False))
     assert graph.graph == "whole step", graph.graph
@@ -106,7 +106,7 @@ def test_a_step_on_any_task_is_one_graph(name: str) -> None:
 @pytest.mark.parametrize("name", BUILTIN)
 def test_training_on_any_task_is_that_on_a_cpu(name: str) -> None:
     """No graph and no kernel is in both, so that a wrong one cannot agree with itself."""
-    task = deltalab.get_task(name, **task_plugin(name).kind.example)
+    task = deltalab.get_task(name, **example(name))
     spec = model("gated_deltanet", vocab_size=task.vocab_size, readout=task.readout, patches=task.patches)
     on_gpu, on_cpu = (train(task, spec, replace(SPEC, device=device), [1, 2]) for device in ("cuda", "cpu"))
     for run, other in zip(on_gpu.runs, on_cpu.runs, strict=True):

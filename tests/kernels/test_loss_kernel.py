@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.examples import example
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -13,7 +14,7 @@ from deltalab.kernels.step import loss as kernel
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.backends import NONE, available
 from deltalab.ops.loss import labelled, linear_cross_entropy
-from deltalab.registry import get_task, list_tasks, task_plugin
+from deltalab.registry import get_task, list_tasks
 from deltalab.tasks import IGNORE
 from deltalab.training.train import TrainSpec
 from deltalab.training.trainer import LockStep
@@ -93,7 +94,7 @@ def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list_tasks())
 def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = get_task(name, **task_plugin(name).kind.example)
+    task = get_task(name, **example(name))
     model = ModelSpec(
         rule="linear_attention",
         vocab_size=task.vocab_size,

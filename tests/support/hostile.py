@@ -260,7 +260,7 @@ def _rule(r: random.Random) -> dict[str, Any]:
 
 def _task(r: random.Random) -> dict[str, Any]:
     """Any task, with some of its whole numbers as far as they go."""
-    name = r.choice(sorted(BUILTIN))
+    name = r.choice(sorted(set(BUILTIN) - {"image_folder"}))  # which reads a folder of the user's
     found = dict(BUILTIN[name].example) | TASKS.get(name, {})
     for parameter in inspect.signature(BUILTIN[name]).parameters.values():
         if type(found.get(parameter.name, parameter.default)) is int and r.random() < 0.4:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.examples import example
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,6 @@ from deltalab.models.model import build_model, parameter_groups
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.backends import NONE, available
 from deltalab.ops.loss import linear_cross_entropy
-from deltalab.registry import task_plugin
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
 from deltalab.tasks.batches import SentBatches, TrainingBatches
 from deltalab.tasks.corpus import Corpus
@@ -49,7 +49,7 @@ RULES = [
 TASKS = [
     ("mqar", {"length": 64, "pairs": 16, "vocab_size": 64, "mixture": ((32, 2, 3), (64, 16, 1)), "train_examples": 50}),
     ("mod_arithmetic", {"brackets": True}),
-    *((name, dict(task_plugin(name).kind.example)) for name in BUILTIN),
+    *((name, example(name)) for name in BUILTIN),
 ]
 
 
