@@ -209,9 +209,9 @@ class Scores:
 
     def best(self, arm: str) -> int | None:
         """Returns the candidate with the best mean validation score; None if no candidate finished all seeds."""
-        means = {}
+        means, seeds = {}, self.trained(arm)
         for number in self.numbers(arm):
-            runs = [self.runs[arm][number].get(seed) for seed in self.trained(arm)]
+            runs = [self.runs[arm][number].get(seed) for seed in seeds]
             finished = [run.validation for run in runs if run and math.isfinite(run.validation)]
             if finished and len(finished) == len(runs):
                 means[number] = math.fsum(finished) / len(finished)
