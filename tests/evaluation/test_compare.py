@@ -141,6 +141,8 @@ def test_wrong_models_are_one_line_before_any_is_measured(
         refused(*name, "--suite", "ruler/vtt", saying="--suite ruler/: unknown task 'vtt'; did you mean 'vt'?")
         refused(*name, "--suite", "lm", "--lengths", "64", saying="--lengths: suite 'lm' has no lengths")
         refused(*name, "--suite", "recall", "--files", tmp_path, saying="holds no folder")
+        for file in ("nowhere", models[0] / "config.json"):
+            refused(*name, "--suite", "ruler/vt", "--files", file, saying=f"--files {file}: no such folder")
         refused(*name, "--suite", "zero_shot", "--few-shot", 2, saying="--few-shot: a suite has its own number")
 
 

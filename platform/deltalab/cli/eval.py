@@ -147,6 +147,8 @@ def evaluate(
     suite_names = [name.strip() for name in (suite or "").split(",") if name.strip()]
     if lengths and not suite_names:
         raise InputError("--lengths: only suites read it: give --suite")
+    if files is not None and not files.is_dir():  # ruler would read its texts elsewhere
+        raise InputError(f"--files {files}: no such folder")
     at, how = _numbers(lengths), HarnessOptions(few_shot, batch_size, max_length, files)
     _require_readers(task_names, suite_names, how, include)
     results: dict[str, Sequence[Result]] = {}
