@@ -219,7 +219,10 @@ def gradients(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     def moved(of_taken: Callable[[str], Tensor], factor: float = 1) -> dict[str, Tensor]:
         from deltalab.export.fla import to_fla
 
-        given = {name: of_taken(name) if name in taken else factor * value for name, value in weights.items()}
+        scaled = {  # MesaNet's convolution leaves v as it is, and else has no equal
+            name: value if name.endswith(".conv") else factor * value for name, value in weights.items()
+        }
+        given = {name: of_taken(name) if name in taken else scaled[name] for name in weights}
         return to_fla(model.spec, given)[1]
 
     parameters = dict(model.named_parameters())
