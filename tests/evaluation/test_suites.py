@@ -508,5 +508,7 @@ def test_a_suite_is_asked_by_its_name(
     assert "--lengths: only suites read it: give --suite" in capsys.readouterr().err
     assert platform("eval", folder, "--suite", "recall", "--lengths", "1k") == 2
     assert "--lengths: '1k' is no number of tokens" in capsys.readouterr().err
+    assert platform("eval", folder, "--suite", "recall", "--lengths", "100000000") == 2
+    assert "--lengths: 100000000 tokens are too many: at most 1048576" in capsys.readouterr().err
     assert platform("eval", "--suites") == 0
     assert "ruler/niah_single_1" in capsys.readouterr().out

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 def _numbers(words: str | None) -> list[int]:
     """The whole numbers that a user lists with commas."""
+    from deltalab.tasks.task import MOST_LENGTH
+
     numbers = [word.strip() for word in (words or "").split(",") if word.strip()]
     if wrong := [word for word in numbers if not word.isdecimal() or not int(word)]:
         raise InputError(f"--lengths: '{wrong[0]}' is no number of tokens: give it as 1024,2048")
+    if long := [word for word in numbers if int(word) > MOST_LENGTH]:
+        raise InputError(f"--lengths: {long[0]} tokens are too many: at most {MOST_LENGTH}")
     return [int(word) for word in numbers]
 
 
