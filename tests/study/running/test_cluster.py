@@ -508,7 +508,7 @@ def test_a_worker_of_ray_that_is_stopped_is_ended_and_its_stack_runs_again(
 
     monkeypatch.setattr(ProgressBars, "advanced", stop)
     file = lab / "s.yaml"
-    train = {**STUDY["base"]["train"], "steps": 800}
+    train = {**STUDY["base"]["train"], "steps": 4000}  # A place tells its step each second; 800 end within it.
     file.write_text(yaml.safe_dump({**STUDY, "arms": {}, "base": {**STUDY["base"], "train": train}}))
     result = run_study_file(file, db=lab / "lab.db", workers=1)
     assert (result.state, result.trials, len(stopped)) == ("done", 1, 1)
