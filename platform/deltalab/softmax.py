@@ -124,6 +124,20 @@ def nothing_seen(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return keys, values, since
 
 
+def remembered(state: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns all keys and values, those of the state before those of new tokens, [B, H, N, K] and [B, H, N, V].
+
+    Args:
+        state: The keys and values before, [B, H, n, K] and [B, H, n, V], such as `nothing_seen`.
+        k: New keys, [B, T, H, K].
+        v: New values, [B, T, H, V].
+    """
+    keys, values = (
+        torch.cat([past, new.to(past.dtype).transpose(1, 2)], dim=2) for past, new in zip(state, (k, v), strict=True)
+    )
+    return keys, values
+
+
 def block_means(x: Tensor, size: int) -> Tensor:
     """Returns the mean of each whole block of `size` tokens of x [B, H, N, K], as [B, H, N // size, K]."""
     whole = x.shape[2] // size

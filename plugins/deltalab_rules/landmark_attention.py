@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltalab.rule import State, UpdateRule, knob
-from deltalab.softmax import nothing_seen, strongest
+from deltalab.softmax import nothing_seen, remembered, strongest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,7 @@ class LandmarkAttention(UpdateRule):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
-        keys, values = (
-            torch.cat([past, new.to(past.dtype).transpose(1, 2)], dim=2)
-            for past, new in zip(state, (k, v), strict=True)
-        )
+        keys, values = remembered(state, k, v)
         q = q.to(keys.dtype).transpose(1, 2)
         total, whole = keys.shape[2], keys.shape[2] // self.block
         logits = scale * q @ keys.mT

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltalab.rule import State, UpdateRule, knob
-from deltalab.softmax import attend_to_blocks, block_means, nothing_seen, strongest
+from deltalab.softmax import attend_to_blocks, block_means, nothing_seen, remembered, strongest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,7 @@ class MoBA(UpdateRule):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
-        keys, values = (
-            torch.cat([past, new.to(past.dtype).transpose(1, 2)], dim=2)
-            for past, new in zip(state, (k, v), strict=True)
-        )
+        keys, values = remembered(state, k, v)
         q = q.to(keys.dtype).transpose(1, 2)
         places = torch.arange(keys.shape[2], device=q.device)
         own, blocks = places[-q.shape[2] :, None] // self.block, places[:: self.block] // self.block

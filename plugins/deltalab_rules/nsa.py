@@ -11,7 +11,7 @@ from deltalab import gates as forms
 from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.rule import State, UpdateRule, knob
-from deltalab.softmax import attend, attend_to_blocks, nothing_seen, strongest
+from deltalab.softmax import attend, attend_to_blocks, nothing_seen, remembered, strongest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,7 @@ class NSA(UpdateRule):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State
     ) -> tuple[Tensor, State]:
-        keys, values = (
-            torch.cat([past, new.to(past.dtype).transpose(1, 2)], dim=2)
-            for past, new in zip(state, (k, v), strict=True)
-        )
+        keys, values = remembered(state, k, v)
         c, s, w = (gates[name].expand(k.shape[:3]).to(keys.dtype).transpose(1, 2)[..., None] for name in "csw")
         q = q.to(keys.dtype).transpose(1, 2)
         of_means, weights = self._attend_to_means(q, keys, values, scale)

@@ -270,18 +270,10 @@ class TestAttention(PublishedBlock):
         return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
 
 
-class TestMoBA(PublishedBlock):
-    """moba_naive.py in Llama's attention: rotary positions before the gate, and 1/sqrt(K) on the masked logits."""
+class TestMoBA(TestAttention):
+    """moba_naive.py in Llama's attention. Of at most 32 tokens both blocks of 16 are chosen: softmax attention."""
 
     rule = "moba"
-
-    def loop(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        q, k, v = projected(p, x, convolves=False)
-        q, k, outputs = rotary(q), rotary(k), []
-        assert x.shape[1] <= 32  # both blocks of 16 are among the best 3
-        for t in range(x.shape[1]):
-            outputs.append(weighed(q[:, t], k[:, : t + 1], v[:, : t + 1]))
-        return torch.stack(outputs, 1).flatten(-2) @ p["out.weight"].T
 
 
 class TestNSA(PublishedBlock):

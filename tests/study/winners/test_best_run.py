@@ -1,6 +1,7 @@
 """What leaves a study: the trial that the report shows, and its training, which a folder gives again."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,16 @@ def study(lab: Path):
         yield store
 
 
+@pytest.fixture
+def own(lab: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of the ledger, which a test may change."""
+    (tmp_path / "s.db").write_bytes((lab / "s.db").read_bytes())
+    with registry.isolated(), Store.open(tmp_path / "s.db") as store:
+        for name in ("mine", "other"):
+            registry.add_plugin(lab / f"{name}.py")
+        yield store
+
+
 @pytest.mark.slow
 def test_a_folder_alone_trains_its_trial_again_to_the_bit(lab: Path, tmp_path: Path) -> None:
     with registry.isolated(), Store.open(lab / "s.db") as store:
@@ -88,29 +99,21 @@ def test_the_best_arm_is_that_of_the_report(study: Store) -> None:
         assert f"over the base: {best.verdict})" in found.summary
 
 
-def test_a_better_arm_is_named_with_its_difference_and_verdict(lab: Path, tmp_path: Path) -> None:
-    (tmp_path / "s.db").write_bytes((lab / "s.db").read_bytes())
-    with registry.isolated(), Store.open(tmp_path / "s.db") as store:
-        for name in ("mine", "other"):
-            registry.add_plugin(lab / f"{name}.py")
-        better(store, "wide", "b" * 64, values={}, accuracy=0.9)
-        found = best_run(store, 1, arm=None, best=True, task=None)
+def test_a_better_arm_is_named_with_its_difference_and_verdict(own: Store) -> None:
+    better(own, "wide", "b" * 64, values={}, accuracy=0.9)
+    found = best_run(own, 1, arm=None, best=True, task=None)
     assert found.source.provenance["arm"] == "wide"
     assert "arm wide (accuracy 0.900 [0.900, 0.900], +0." in found.summary
     assert "over the base: undecidable: needs 6 seeds)" in found.summary
 
 
-def test_an_arm_that_differs_by_nothing_from_the_base_is_not_the_best(lab: Path, tmp_path: Path) -> None:
-    (tmp_path / "s.db").write_bytes((lab / "s.db").read_bytes())
-    with registry.isolated(), Store.open(tmp_path / "s.db") as store:
-        for name in ("mine", "other"):
-            registry.add_plugin(lab / f"{name}.py")
-        better(store, "base", "a" * 64, values={}, accuracy=0.9)
-        better(store, "wide", "b" * 64, values={}, accuracy=0.9)
-        message = "arms base, wide have the same accuracy 0.9, so that none is best: name one with --arm"
-        with pytest.raises(InputError, match=message):
-            best_run(store, 1, arm=None, best=True, task=None)
-        assert best_run(store, 1, arm="wide", best=False, task=None).source.provenance["arm"] == "wide"
+def test_an_arm_that_differs_by_nothing_from_the_base_is_not_the_best(own: Store) -> None:
+    better(own, "base", "a" * 64, values={}, accuracy=0.9)
+    better(own, "wide", "b" * 64, values={}, accuracy=0.9)
+    message = "arms base, wide have the same accuracy 0.9, so that none is best: name one with --arm"
+    with pytest.raises(InputError, match=message):
+        best_run(own, 1, arm=None, best=True, task=None)
+    assert best_run(own, 1, arm="wide", best=False, task=None).source.provenance["arm"] == "wide"
 
 
 def better(store: Store, arm: str, key: str, *, values: dict[str, Any], accuracy: float, later: float = 1e9) -> None:
@@ -129,17 +132,13 @@ def better(store: Store, arm: str, key: str, *, values: dict[str, Any], accuracy
 
 
 @pytest.mark.parametrize("later", [1e6, -1e6])
-def test_a_superseded_trial_is_neither_shown_nor_exported(lab: Path, tmp_path: Path, later: float) -> None:
+def test_a_superseded_trial_is_neither_shown_nor_exported(own: Store, later: float) -> None:
     """After failed trials ran again, an arm may have another candidate of the same number."""
-    (tmp_path / "s.db").write_bytes((lab / "s.db").read_bytes())
-    with registry.isolated(), Store.open(tmp_path / "s.db") as store:
-        for name in ("mine", "other"):
-            registry.add_plugin(lab / f"{name}.py")
-        first = next(row for row in store.trials(1) if row.arm == "wide")
-        accuracy = 0.0 if later > 0 else 1.0  # the superseded trial is the better one
-        better(store, "wide", "b" * 64, values={"train.lr": 0.5}, accuracy=accuracy, later=later)
-        row = next(row for row in report(store, 1).tables[0].rows if row.arm == "wide")
-        found = best_run(store, 1, arm="wide", best=False, task=None).source
+    first = next(row for row in own.trials(1) if row.arm == "wide")
+    accuracy = 0.0 if later > 0 else 1.0  # the superseded trial is the better one
+    better(own, "wide", "b" * 64, values={"train.lr": 0.5}, accuracy=accuracy, later=later)
+    row = next(row for row in report(own, 1).tables[0].rows if row.arm == "wide")
+    found = best_run(own, 1, arm="wide", best=False, task=None).source
     newer = later > 0
     assert row.tuned == ({"train.lr": 0.5} if newer else {})
     assert (row.score.mean == accuracy) == newer
