@@ -171,7 +171,7 @@ def _folder(root: Path, library: bool) -> Corpus:
     """
     members = _members(root, library)
     digest = fingerprint({split: _blocks(root, members[split]) for split in SPLITS})
-    folder = cache_folder() / digest
+    folder = cache_folder("corpora") / digest
     if not folder.is_dir():
         try:
             _join(root, members, digest, folder)
@@ -200,9 +200,9 @@ def _join(root: Path, members: Mapping[str, list[Path]], digest: str, folder: Pa
                 raise
 
 
-def cache_folder() -> Path:
-    """Returns the cache of joined files: $XDG_CACHE_HOME/deltalab/corpora, in ~/.cache by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "corpora"
+def cache_folder(kind: str) -> Path:
+    """Returns the cache of what is made of a user's data: $XDG_CACHE_HOME/deltalab/KIND, in ~/.cache by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / kind
 
 
 def _members(root: Path, library: bool) -> dict[str, list[Path]]:

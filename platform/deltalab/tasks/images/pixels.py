@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltalab.errors import InputError
+from deltalab.tasks.corpus import cache_folder
 from deltalab.tasks.task import SPLITS
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
@@ -69,18 +69,22 @@ class Pixels:
             drawn: Their numbers in the split, int64 [B].
         """
         device = drawn.device
-        number = _copy(self, f"members {split}", device)[drawn]
-        labels = _copy(self, "labels", device)[number]
+        all_labels, members = _numbers_on(self, device)
+        number = members[split][drawn]
+        labels = all_labels[number]
         if device.type != "cpu" and self.fits(device):
-            return _copy(self, "data", device)[number], labels
+            return _data_on(self, device)[number], labels
         return torch.from_numpy(self.data[number.cpu().numpy()]).to(device), labels
 
 
 @cache
-def _copy(pixels: Pixels, part: str, device: torch.device) -> Tensor:
-    if part == "data":
-        return torch.tensor(pixels.data, device=device)
-    return (pixels.labels if part == "labels" else pixels.members[part.split()[1]]).to(device)
+def _numbers_on(pixels: Pixels, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    return pixels.labels.to(device), {split: members.to(device) for split, members in pixels.members.items()}
+
+
+@cache
+def _data_on(pixels: Pixels, device: torch.device) -> Tensor:
+    return torch.tensor(pixels.data, device=device)
 
 
 @cache
@@ -105,7 +109,7 @@ def pixels_of(folder: str, side: int) -> Pixels:
     except OSError as error:
         raise InputError(f"{_WHERE}: cannot read '{error.filename or root}': {error.strerror}") from None
     key = sha256(json.dumps([RELEASE, side, listed]).encode()).hexdigest()
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "deltalab" / "images" / key
+    cached = cache_folder("images") / key
     if not cached.is_dir():
         try:
             _decode(root, classes, files, side, cached)
