@@ -18,6 +18,8 @@ from deltalab.statistics.seed_choice import Run, Scores, outcomes
 SEEDS = 7
 SHARE = 6
 """A study here takes about 15 ms, so that there are fewer of them by this factor."""
+RATES, TOO_HIGH, WORST = (3.0, 1.0, 0.1, 0.0, 0.0), 0.8, -500.0
+"""What each learning rate loses, how often runs of the last diverge, and the score of a run that does."""
 
 
 def drawn(random: np.random.Generator, losses: Sequence[float], spread: Array) -> tuple[Array, Array]:
@@ -116,6 +118,35 @@ def failures(bench: Bench) -> Iterator[dict[str, Any]]:
                 wrong["before"] += any(map(told, before))
                 wrong["now"] += any(map(told, now))
             yield {"failed": who, "loss": loss, **{key: count / studies for key, count in wrong.items()}}
+
+
+def collapsed(random: np.random.Generator, diverges: str) -> list[Sample]:
+    """Draws arms whose highest rate is too high, where most runs diverge. Runs of the last arm may diverge at any."""
+    validation, test = drawn(random, RATES, np.ones(1 + ARMS))
+    gone = random.random(validation.shape) < [0.0, 0.0, 0.0, 0.0, TOO_HIGH]
+    if diverges != "no arm":
+        gone[-1] = True
+    if diverges == "an arm, but for one run":
+        gone[-1, -1, 0] = False
+    return [Sample(*scores) for scores in zip(*(np.where(gone, WORST, of) for of in (validation, test)), strict=True)]
+
+
+def collapses(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures error, coverage, power and width of the other arms where an arm's runs diverge."""
+    studies = max(1, bench.repeats // SHARE)
+    for diverges in ("no arm", "an arm", "an arm, but for one run"):
+        error = holds = found = 0
+        widths = []
+        for _ in range(studies):
+            samples = collapsed(bench.random, diverges)
+            differences = [it.difference for it in follow([Pairs(a, samples[0]) for a in samples[1:]], one_look(SEEDS))]
+            equal = differences[: ARMS if diverges == "no arm" else ARMS - 1]
+            error += any(of.p <= ALPHA for of in equal)
+            holds += all(of.low <= 0 <= of.high for of in equal)
+            widths.append(np.mean([of.high - of.low for of in equal]) / 2)
+            found += told(by_exchange([samples[0], samples[1].shifted(EFFECT), *samples[2:]])[0])
+        shares = {"error": error / studies, "coverage": holds / studies, "power": found / studies}
+        yield {"diverges": diverges, "studies": studies, **shares, "half_width": float(np.mean(widths))}
 
 
 def families(bench: Bench) -> Iterator[dict[str, Any]]:

@@ -116,3 +116,19 @@ def test_an_interval_of_tuned_arms_leaves_out_0_exactly_where_p_is_small() -> No
         for before, after in zip(compare(pairs), compare(shifted), strict=True):
             assert (after.p <= ALPHA) == (after.low > 0 or after.high < 0)
             assert after.mean == pytest.approx(before.mean + effect)
+
+
+def test_an_arm_whose_runs_diverge_does_not_widen_the_intervals_of_others() -> None:
+    """One of its runs ends, at the lowest rate. Most runs of every arm diverge at the highest rate."""
+    random, widths = np.random.default_rng(0), []
+    for _ in range(4):
+        scores = random.normal(size=(6, 7, 5)) - [6.0, 3.0, 0.5, 0.0, 0.0]
+        gone = random.random(scores.shape) < [0.0, 0.0, 0.0, 0.0, 0.8]
+        gone[-1] = True
+        gone[-1, -1, 0] = False
+        base, *arms = (Sample(of_arm, of_arm) for of_arm in np.where(gone, -500.0, scores))
+        found, alone = (compare([Pairs(arm, base) for arm in family]) for family in (arms, arms[:-1]))
+        assert found[-1].decided
+        widths.append([np.mean([d.high - d.low for d in family[:4]]) for family in (found, alone)])
+    beside, without = np.mean(widths, axis=0)
+    assert beside < 1.25 * without

@@ -14,8 +14,9 @@ noisy, and less if one arm is noisier than the others: see `benchmarks/calibrate
 A seed that tunes has several runs of arm and base. To flip it is to exchange all of them; then the runs of every seed
 are weighed anew (`cross_fitting`), and e_s d_js stands for the differences of the results after the exchange.
 
-The test steps down: an arm that was found to differ from the base stays in the family, but with its mean subtracted
-from its differences, so that all intervals hold together.
+The test steps down: an arm that was found to differ from the base stays in the family, so that all intervals hold
+together, but with its mean subtracted from its differences, whose signs are flipped. Its runs are not exchanged: weights
+from the runs of two unlike arms say nothing of either, and an arm whose runs diverge would widen all other intervals.
 
 With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
 look k may decide a share A_k of all flips, so that all looks together do not exceed the allowed error (Lan and DeMets
@@ -365,18 +366,19 @@ class _Family:
         return float(np.median([_rms(self._seen(i, np.ones((1, seeds)))) for i in same]))
 
     def _seen(self, i: int, signs: Array) -> Array:
-        """The differences of arm i under every flip, [E, n]: about 0 if the arm was decided, repeated if it stopped."""
+        """The differences [E, n] of arm i under every flip: around their mean if decided, repeated if it stopped."""
         n = min(signs.shape[1], self.stopped.get(i, signs.shape[1]))
         if n == signs.shape[1] and i not in self.decided:
             return self._exchanged(i, signs)
-        shift, factor = 0.0, 1.0
+        centred = None
         if i in self.decided and n > 1:
-            shift, factor = float(self.pairs[i].head(n).differences.mean()), math.sqrt(n / (n - 1))
+            d = self.pairs[i].head(n).differences
+            centred = (d - d.mean()) * math.sqrt(n / (n - 1))
         parts = []
         for at in range(0, signs.shape[1], n):
             own = signs[:, at : at + n]
             own = np.hstack([own, signs[:, own.shape[1] : n]])  # The last repeat may lack seeds.
-            parts.append((self._exchanged(i, own) - shift * own) * factor)
+            parts.append(self._exchanged(i, own) if centred is None else centred * own)
         return np.hstack(parts)[:, : signs.shape[1]]
 
     def _exchanged(self, i: int, signs: Array) -> Array:
