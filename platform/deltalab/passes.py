@@ -6,7 +6,7 @@ of each pass. It then has the parallel form, the kernels and their gradients, as
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from deltalab.kernel_limits import DTYPES, MOST_KEYS
 from deltalab.ops.arguments import check_operands, filled
 from deltalab.ops.recurrence import Backend, recurrence
-from deltalab.rule import Operands, State, UpdateRule
+from deltalab.rule import Operands, State, UpdateRule, fields_of
 from deltalab.structure import Transition
 
 
@@ -127,7 +127,7 @@ def read_values(run: Run, transition: Transition, x: Operands, *, state: State |
     """
     _check(transition, replace(x, r=x.k[:, transition.steps - 1 :: transition.steps]), x.u.shape[-1])
     x = filled(transition, x)
-    tensors = {f.name: value for f in fields(x) if f.name != "r" and isinstance(value := getattr(x, f.name), Tensor)}
+    tensors = {name: value for name, value in fields_of(x).items() if name != "r" and isinstance(value, Tensor)}
     before = x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3]) if state is None else state[0]
     o, last = _read_values(run, transition, tuple(tensors), x.r, before, *tensors.values())
     return o, (last,)

@@ -155,6 +155,13 @@ def knob(default: Option, *others: Option) -> Any:
     return dataclasses.field(default=cast(Any, default), metadata={"options": (default, *others)})
 
 
+def fields_of(x: Operands | Fit) -> dict[str, Any]:
+    """Returns the fields by their names. PyTorch 2.11 does not compile `vars` of them."""
+    if torch.compiler.is_compiling():
+        return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    return vars(x)
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
     """A recurrent update rule. Subclass it as a frozen, keyword-only dataclass whose fields are `knob`s.

@@ -14,7 +14,7 @@ from deltalab.kernels.diagonal import op as diagonal
 from deltalab.kernels.operands import DIAGONAL, READING, SCALAR, WIDTHS, FitOperands, contiguous
 from deltalab.kernels.register import eager
 from deltalab.kernels.scalar import op as scalar
-from deltalab.rule import Fit, Operands, State
+from deltalab.rule import Fit, Operands, State, fields_of
 from deltalab.structure import Transition
 
 diagonal_scan, residual_scan, scalar_scan = map(
@@ -156,7 +156,7 @@ def _in(dtype: torch.dtype, operands: Operands) -> Operands:
 
     def casts(tensors: Operands | Fit) -> dict[str, Any]:
         changes = {}
-        for name, value in vars(tensors).items():
+        for name, value in fields_of(tensors).items():
             if isinstance(value, Tensor) and value.dtype != dtype_of(name, value):
                 changes[name] = value.to(dtype_of(name, value))
         return changes
@@ -176,7 +176,7 @@ def _padded(operands: Operands, keys: int, values: int) -> Operands:
 
     def pads(tensors: Operands | Fit) -> dict[str, Any]:
         changes = {}
-        for name, value in vars(tensors).items():
+        for name, value in fields_of(tensors).items():
             zeros = {"keys": keys, "values": values}.get(FIELDS.get(name) or "", 0)
             if zeros and isinstance(value, Tensor) and value.dim() == 4:  # A decay may have no channels.
                 changes[name] = F.pad(value, (0, zeros))
@@ -208,5 +208,5 @@ def _repeated(operands: Operands, steps: int) -> Operands:
 
 def _needs_grad(operands: Operands, state: State | None) -> bool:
     """Whether an operand or a state requires a gradient."""
-    values = [*vars(operands).values(), *(vars(operands.fit).values() if operands.fit is not None else ())]
+    values = [*fields_of(operands).values(), *(fields_of(operands.fit).values() if operands.fit is not None else ())]
     return any(isinstance(value, Tensor) and value.requires_grad for value in (*values, *(state or ())))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_t
 
 from torch import Tensor
 
-from deltalab.rule import Operands
+from deltalab.rule import Operands, fields_of
 
 T = TypeVar("T")
 Tiled = Callable[[Tensor | None], Any]
@@ -155,7 +155,7 @@ class Layout(Generic[T]):
 
     def contiguous(self, operands: Operands) -> list[Tensor | None]:
         """The operands that the tuple names, contiguous and in its order."""
-        tensors = vars(operands)
+        tensors = fields_of(operands)
         return [None if (x := tensors[name]) is None else x.contiguous() for name in self.names]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.ops.call import Call
-from deltalab.rule import Operands, UpdateRule
+from deltalab.rule import Operands, UpdateRule, fields_of
 from deltalab.structure import Transition
 
 MOST = 256
@@ -72,9 +72,9 @@ def once_for(rule: UpdateRule, name: str, values: Iterable[object], check: Calla
 
 def parts(operands: Operands) -> Iterable[object]:
     """The fields of operands, and those of their fit."""
-    yield from vars(operands).values()
+    yield from fields_of(operands).values()
     if operands.fit is not None:
-        yield from vars(operands.fit).values()
+        yield from fields_of(operands.fit).values()
 
 
 def check_tensors(call: Call) -> None:
