@@ -55,6 +55,7 @@ LEDGERS = (
     (OUT.with_name("ledgers") / "comba_ablation_h200.db.xz", "comba_ablation:gpu", True),
     (OUT.with_name("ledgers") / "images_h200.db.xz", "images:gpu", True),
     (OUT.with_name("ledgers") / "state_tracking_h200.db.xz", "state_tracking:gpu", True),
+    (OUT.with_name("ledgers") / "spreads_h200.db.xz", "spreads", True),
 )
 """Studies whose runs are there, and whether they tuned."""
 EVALUATIONS = 10
@@ -95,6 +96,7 @@ GROUPS = {
     "mad_in_context_recall": Group("mad", "mad_in_context_recall", MORE),
     "mqar_2_pairs": Group("comba_ablation", "mqar", {"tune": None, "task.mqar.pairs": 2}, seeds=12, longer=0),
     "mqar_length_16": Group("comba_ablation", "mqar", {"tune": None, "task.mqar.length": 16}, seeds=6, longer=12),
+    "digit_patches": Group("images", "digit_patches", longer=0),
     "parity": Group("state_tracking", "parity", {"tune": None}, longer=0),
     "niah": Group("niah", "niah_2", {"tune": None}, longer=0),
     "mad_compression": Group("mad", "mad_compression", {**MORE, "tune": None}, longer=0),
@@ -411,6 +413,7 @@ def summarize(out: dict[str, Any], names: Sequence[str]) -> None:
         for group in [*out["groups"].values(), *out.get("recorded", {}).values()]
         if "figures" in group
         for metric, measure in ((group["metric"], "metric"), ("loss", "loss"))
+        if group["figures"][measure]["sd"]  # Seeds that all are at the ceiling say nothing of others.
     ]
     SHIPPED.write_text(json.dumps(spreads, indent=1) + "\n")
 

@@ -15,8 +15,8 @@ A seed that tunes has several runs of arm and base. To flip it is to exchange al
 are weighed anew (`cross_fitting`), and e_s d_js stands for the differences of the results after the exchange.
 
 The test steps down: an arm that was found to differ from the base stays in the family, so that all intervals hold
-together, but with its mean subtracted from its differences, whose signs are flipped. Its runs are not exchanged: weights
-from the runs of two unlike arms say nothing of either, and an arm whose runs diverge would widen all other intervals.
+together, but with its mean subtracted from its differences, whose signs are flipped. Its runs are not exchanged: a mix
+of runs of two unlike arms has weights that say nothing, and an arm whose runs diverge would widen all other intervals.
 
 With several looks, an arm may be decided at each. Flips that an earlier look would have decided count as decided, and
 look k may decide a share A_k of all flips, so that all looks together do not exceed the allowed error (Lan and DeMets

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from rich.console import Console
+from tests.support.examples import pictures
 from tests.support.folders import ROOT
 from tests.support.schedules import STUDY
 
@@ -219,7 +220,7 @@ def test_the_nearest_measured_spread_counts_and_says_what_differs() -> None:
 
 
 def test_a_task_that_was_not_measured_has_no_shipped_spread() -> None:
-    assert nearest_spreads({"digits": get_task("digits")}, {"digits": 100}, shipped()) == []
+    assert nearest_spreads({"mine": get_task("image_folder", folder=pictures())}, {"mine": 100}, shipped()) == []
 
 
 @pytest.mark.parametrize("study", sorted(file.stem for file in (ROOT / "studies").glob("*.yaml")))
