@@ -67,7 +67,8 @@ def import_file(path: Path) -> ModuleType:
     except BaseException as error:
         sys.modules.pop(name, None)
         line, message = line_in(path, error), error.msg if isinstance(error, SyntaxError) else first_line(error)
-        raise InputError(f"{path}{line}: does not import: {type(error).__name__}: {message}") from error
+        problem = f"does not import: {type(error).__name__}: {message}"
+        raise InputError(problem, where=f"{path}{line}") from error
     sys.modules[name] = module
     return module
 

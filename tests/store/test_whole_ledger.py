@@ -204,7 +204,10 @@ def test_the_commands(
     assert "shipped.db: new: no rows" in capsys.readouterr().out
     assert platform(monkeypatch, "db", "vacuum", "--db", other) == 0
     assert capsys.readouterr().out.startswith("deleted 0 rows of study, 0 rows of trial, 0 rows of rule_version; ")
-    assert platform(monkeypatch, "db", "import", tmp_path / "none.db", "--db", other) == 2
+    (tmp_path / "no_run").mkdir()
+    for wrong in ("none.db", "no_run"):
+        assert platform(monkeypatch, "db", "import", shipped, tmp_path / wrong, "--db", tmp_path / "new.db") == 2
+        assert not (tmp_path / "new.db").exists(), "a wrong path makes no ledger"
     assert platform(monkeypatch, "db", "export", shipped, "--db", full) == 2
     assert rows(other) == rows(full)
     shutil.copy(shipped, tmp_path / "used.db")

@@ -69,8 +69,14 @@ def db_import(
     """Add ledgers of other machines to this one, and trainings from their folders; again, to bring them up to date."""
     from deltalab.store import Store
     from deltalab.store.copies.whole_ledger import import_ledger
-    from deltalab.store.trainings import record
+    from deltalab.store.trainings import record, require_run
 
+    for path in paths:  # A wrong path makes no ledger, and leaves no import half done.
+        if path.is_dir():
+            require_run(path)
+        else:
+            with Store.open(path, create=False):
+                pass
     imported: list[dict[str, Any]] = []
     with Store.open(db) as store:
         for path in paths:

@@ -119,6 +119,11 @@ class TrainingPoint:
     value: float
 
 
+def require_run(folder: Path) -> None:
+    """Raises `InputError` if a folder is not that of a run."""
+    _facts(folder, _json(folder / RUN))
+
+
 @waited
 def record(store: Store, run_folder: str | Path) -> int:
     """Records a run's folder as a training in the ledger, or updates the training that the ledger has of this run.
