@@ -8,15 +8,16 @@ from rich.table import Table
 from rich.text import Text
 
 from deltalab.cli.options import AsJson, Db, ExecutorHere, Overrides, Profile, Progress, StudyFile, Workers
+from deltalab.study.placing.placements import BEST, SPREAD
 
 
 def place(
     study_file: StudyFile,
     settings: Overrides = None,
-    best: Annotated[int, typer.Option(min=1, max=100, help="The best placements to train from scratch.")] = 3,
+    best: Annotated[int, typer.Option(min=1, max=100, help="The best placements to train from scratch.")] = BEST,
     spread: Annotated[
         int, typer.Option(min=1, max=100, help="Other placements to train, evenly down to the worst.")
-    ] = 3,
+    ] = SPREAD,
     steps: Annotated[
         int | None, typer.Option(min=1, help="The steps of the supernet; those of the base by default.")
     ] = None,

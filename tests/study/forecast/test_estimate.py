@@ -309,3 +309,32 @@ def test_knobs_that_another_rule_lacks_are_no_change_to_it() -> None:
     }
     _, arm = estimate(make_plan(load_study(study))).arms
     assert arm.change == "rule.name=gla, rule.g=gla_decay(tau=16, rank=16), model.key_dim=None"
+
+
+def test_a_plan_counts_the_supernet_that_places_attention(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine's speed: a step takes 2 s here, so that each part of the time follows from the study."""
+    monkeypatch.setattr(arm_times, "timed_step", lambda training: 2.0)
+    plan = planned("placement")
+    found = estimate(plan, workers=2)
+    assert found.placing is not None
+    assert found.seconds is not None
+    assert (found.placing.scored, found.placing.trained) == (15, 6), "two layers of six; 3 best and 3 others"
+    assert found.placing.supernet == 2.0 * 150
+    task, train = plan.tasks["text"], plan.job(plan.arms[0], "confirm", 0, {}).specs[1]
+    size, batches = task.evaluated(task, "validation", train.batch_size, train.eval_batches)
+    assert found.placing.scoring == pytest.approx(15 * 2.0 * size * batches / train.batch_size / 3)
+    base = found.arms[0].seconds
+    assert base is not None
+    parts = found.seconds + 6 * base / 2 + found.placing.supernet + found.placing.scoring
+    assert found.placing.seconds == pytest.approx(parts)
+    assert "deltalab place: one supernet trains for about 5" in printed(found)
+    assert json.loads(found.to_json())["placing"]["scored"] == 15
+    monkeypatch.setattr(arm_times, "timed_step", lambda training: None)
+    unknown = estimate(plan, workers=2)
+    assert unknown.placing is not None
+    assert unknown.placing.seconds is None
+    assert "for a time that is unknown" in printed(unknown).splitlines()[-1]
+
+
+def test_a_plan_without_attention_to_place_says_nothing_of_a_supernet(no_gpu: None) -> None:
+    assert estimate(planned("quickstart")).placing is None

@@ -18,6 +18,7 @@ from deltalab.cli.app import main
 from deltalab.store import RunRecord, Store, TrialRecord
 from deltalab.study.placing import place as placing
 from deltalab.study.placing import placements
+from deltalab.study.placing.hybrid import hybrid_of
 from deltalab.study.placing.placements import confirmed, ranked, scored_placements
 from deltalab.study.placing.supernet import Supernet
 from deltalab.study.running.run import RunSettings
@@ -190,7 +191,8 @@ def test_the_base_trains_once_and_the_worst_always() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"base": LEAST["base"]}, "base: model.attention names 0 of 1 layers: name those"),
+        ({"base": LEAST["base"]}, "base: model.layers: one layer leaves no choice: give at least 2"),
+        ({"base": {**BASE, "model": {**BASE["model"], "attention": []}}}, "names 0 of 4 layers: name those"),
         ({"base": {**BASE, "model": {**BASE["model"], "attention": [0, 1, 2, 3]}}}, "names 4 of 4 layers"),
         ({"base": {**BASE, "model": {"layers": ["rule", "attention"], "d_model": 8}}}, "model.layers lists its layers"),
         ({"base": {**BASE, "rule": "attention"}}, "base: rule: all layers are attention"),
@@ -249,5 +251,5 @@ def test_the_shipped_study_can_be_placed() -> None:
     from deltalab.study.planning.make import plan_study
 
     for profile in (None, "gpu"):
-        model, _ = placing._hybrid(plan_study(STUDIES / "placement.yaml", profile=profile))
+        model, _ = hybrid_of(plan_study(STUDIES / "placement.yaml", profile=profile))
         assert 1 < math.comb(model.depth, len(model.attention)) <= placements.MOST_SCORED

@@ -16,8 +16,9 @@ from deltalab.study.forecast.designs import advice
 from deltalab.study.forecast.engine_costs import beside_steps, engine_notes
 from deltalab.study.forecast.figures import ArmCost, Effect, Estimate
 from deltalab.study.forecast.notes import MOST_MODELS, MOST_TRIED, MOST_WRITTEN, notes_of
+from deltalab.study.forecast.placing_time import placing_time
 from deltalab.study.forecast.power import Spread, detectable, detectable_by_groups, seeds_to_equal
-from deltalab.study.forecast.step_time import Training
+from deltalab.study.forecast.step_time import Training, evaluated
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.recorded_study import RecordedSpec
 
@@ -74,6 +75,7 @@ def estimate(
         )
     ]
     whole = [arm.seconds for arm in arms if arm.seconds is not None]
+    seconds = sum(whole) / workers if len(whole) == len(arms) else None
     seeds, tested = plan.spec.looks[-1].seeds, len(plan.names) - 1
     spec = RecordedSpec(plan.spec.model_dump(include={"family", "scales", "task"}))
     tested *= len(spec.families(list(plan.tasks))[0])
@@ -94,7 +96,7 @@ def estimate(
         looks=[look.seeds for look in plan.spec.looks] if len(plan.spec.looks) > 1 else [],
         workers=workers,
         stack=1 if plan.spec.engine else wanted.stack,
-        seconds=sum(whole) / workers if len(whole) == len(arms) else None,
+        seconds=seconds,
         gpu_hours=sum(whole) * wanted.gpu / 3600 if wanted.gpu and len(whole) == len(arms) else None,
         price=price,
         where=times.where,
@@ -123,6 +125,7 @@ def estimate(
             *notes_of(plan, arms, trainings, times.steps),
         ),
         overrides=plan.overrides,
+        placing=placing_time(plan, trainings[0], times.steps[0], runs=arms[0].seconds, study=seconds, workers=workers),
     )
 
 
@@ -155,15 +158,11 @@ def _seconds(training: Training, step: float) -> float:
 
     Args:
         training: The run.
-        step: The seconds of a training step. A batch of an evaluation counts as a third of one.
+        step: The seconds of a training step.
     """
-    spec, task = training.spec, training.task
-    tokens = 0
-    for split, times in (("validation", spec.evaluations), ("test", 1)):
-        for other in task.evaluations().values():
-            size, batches = task.evaluated(other, split, spec.batch_size, spec.eval_batches)
-            tokens += times * size * batches * other.length
-    return min(step * spec.steps, spec.seconds or math.inf) + step * tokens / (spec.batch_size * task.length) / 3
+    spec = training.spec
+    evaluations = spec.evaluations * evaluated(training, "validation") + evaluated(training, "test")
+    return min(step * spec.steps, spec.seconds or math.inf) + step * evaluations
 
 
 def _short(value: object) -> str:

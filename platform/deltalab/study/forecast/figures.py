@@ -13,6 +13,7 @@ from rich.text import Text
 from deltalab.reading import pairs
 from deltalab.statistics.joint_test import seeds_needed
 from deltalab.store.studies.driver_status import duration
+from deltalab.study.forecast.placing_time import PlacingTime
 
 MOST_ROWS = 64
 """The rows of a printed table of arms. A plan of more has a row for each arm, with the range of its sizes."""
@@ -94,6 +95,7 @@ class Estimate:
         effects: The effect of `detectable` in the metric of each task whose spread is known.
         notes: Further notes on the study, each a sentence.
         overrides: Settings that override the study's file, by their keys.
+        placing: What `deltalab place` takes with the study; None if the study has no attention to place.
     """
 
     study: str
@@ -116,6 +118,7 @@ class Estimate:
     overrides: dict[str, Any] = field(default_factory=dict)
     gpu_hours: float | None = None
     price: float | None = None
+    placing: PlacingTime | None = None
 
     def to_json(self) -> str:
         """Writes the estimate as JSON."""
@@ -154,6 +157,7 @@ class Estimate:
             *self._paid(),
             *self._power(),
             *self.notes,
+            *([] if self.placing is None else [str(self.placing)]),
         ]
         return Group(table, *map(Text, lines))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -73,6 +74,15 @@ class Training:
         """Operations of a training step of one run, with logits."""
         task = self.task
         return self.spec.batch_size * training_flops(self.model, self.flops_per_token, task.length, task.most_scored)
+
+
+def evaluated(training: Training, split: Literal["validation", "test"]) -> float:
+    """Returns how many training steps take as long as an evaluation. A batch of it counts as a third of a step."""
+    task, spec, tokens = training.task, training.spec, 0
+    for other in task.evaluations().values():
+        size, batches = task.evaluated(other, split, spec.batch_size, spec.eval_batches)
+        tokens += size * batches * other.length
+    return tokens / (spec.batch_size * task.length) / 3
 
 
 def timed_step(training: Training) -> float | None:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,11 +15,20 @@ import torch
 from deltalab import progress
 from deltalab.authoring import verdict
 from deltalab.errors import InputError
-from deltalab.models.layer_list import ATTENTION
 from deltalab.models.spec import ModelSpec
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import RecordedScores
-from deltalab.study.placing.placements import MOST_SCORED, Placement, confirmed, ranked, scored_placements
+from deltalab.study.placing.hybrid import hybrid_of
+from deltalab.study.placing.placements import (
+    BEST,
+    MOST_SCORED,
+    SPREAD,
+    Placement,
+    confirmed,
+    most_scored,
+    ranked,
+    scored_placements,
+)
 from deltalab.study.placing.supernet import Supernet
 from deltalab.study.planning.make import make_plan, plan_study
 from deltalab.study.planning.plan import Plan
@@ -100,8 +108,8 @@ def place(
     study: str | Path | Mapping[str, Any],
     settings: RunSettings,
     *,
-    best: int = 3,
-    spread: int = 3,
+    best: int = BEST,
+    spread: int = SPREAD,
     steps: int | None = None,
     profile: str | None = None,
     overrides: Overrides = None,
@@ -125,7 +133,7 @@ def place(
     """
     plan = plan_study(study, profile=profile, overrides=overrides)
     require_runnable(plan, settings)
-    model, train = _hybrid(plan)
+    model, train = hybrid_of(plan)
     if steps is not None:
         try:
             train = replace(train, steps=steps, evaluations=min(steps, train.evaluations))
@@ -157,51 +165,6 @@ def place(
     )
 
 
-def _hybrid(plan: Plan) -> tuple[ModelSpec, TrainSpec]:
-    """Returns the base's model and training. Raises `InputError` if there is no placement to choose."""
-    where, spec = plan.study_file, plan.spec
-    for key, why in (
-        ("search", "the supernet searches"),
-        ("scales", "placements are confirmed at one size"),
-        ("engine", "deltalab's own training trains the supernet"),
-    ):
-        if getattr(spec, key) is not None:
-            raise InputError(f"{where}: {key}: {why}: leave it out", key=key)
-    if len(plan.tasks) > 1:
-        raise InputError(
-            f"{where}: task: attention is placed for one task, not {len(plan.tasks)}: keep one", key="task"
-        )
-    for arm in spec.arms:
-        if re.fullmatch(r"rank_\d+", arm):
-            raise InputError(f"{where}: arms.{arm}: placements have such names: take another one", key=arm)
-    model, train = plan.job(plan.arms[0], "confirm", 0, {}).specs
-    for path in ("model.layers", "model.attention", "model.block"):
-        if spec.tune is not None and path in spec.tune.searched:
-            raise InputError(f"{where}: tune: {path} changes what a placement is: leave it out", key=path)
-    if not isinstance(model.layers, int):
-        raise InputError(
-            f"{where}: base: model.layers lists its layers: give their number, and the attention layers in "
-            "model.attention, such as [3, 7]",
-            key="model.layers",
-        )
-    if model.make_rule().name == ATTENTION:
-        raise InputError(f"{where}: base: rule: all layers are attention: take another rule", key="rule")
-    count = sum(map(model.is_attention, range(model.depth)))
-    if not 0 < count < model.depth:
-        raise InputError(
-            f"{where}: base: model.attention names {count} of {model.depth} layers: name those that shall be "
-            f"attention, from 1 to {model.depth - 1} of them",
-            key="model.attention",
-        )
-    if model.beside is not None:
-        raise InputError(f"{where}: base: model.beside: a layer has one mixer: leave it out", key="model.beside")
-    if train.seconds is not None:
-        raise InputError(
-            f"{where}: base: train.seconds: a supernet trains for steps: leave it out", key="train.seconds"
-        )
-    return model, train
-
-
 def _supernet_scores(plan: Plan, model: ModelSpec, train: TrainSpec, settings: RunSettings) -> dict[Placement, float]:
     """Trains the supernet and scores placements, or goes on with it.
 
@@ -214,7 +177,7 @@ def _supernet_scores(plan: Plan, model: ModelSpec, train: TrainSpec, settings: R
         file = store.folder / "placements" / f"{name}.json"
     known = _read(file)
     start = tuple(filter(model.is_attention, range(model.depth)))
-    possible = min(MOST_SCORED, math.comb(model.depth, len(start)))
+    possible = most_scored(model.depth, len(start))
     supernet: Supernet | None = None
 
     def score(placement: Placement) -> float:

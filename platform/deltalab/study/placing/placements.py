@@ -15,8 +15,28 @@ MOST_SCORED = 500
 DRAWN = MOST_SCORED // 4
 """The placements that a beam search draws before it begins, so that no part of the space stays unseen."""
 
+BEST = 3
+"""The best placements that train from scratch, unless the user says otherwise."""
+
+SPREAD = 3
+"""The others that train, unless the user says otherwise."""
+
 BEAM = 16
 """The best placements whose neighbours a beam search scores next."""
+
+
+def most_scored(layers: int, count: int) -> int:
+    """Returns how many placements are scored at most.
+
+    Args:
+        layers: The layers of the model.
+        count: The layers with attention.
+
+    Examples:
+        >>> most_scored(6, 2), most_scored(40, 4)
+        (15, 500)
+    """
+    return min(MOST_SCORED, math.comb(layers, count))
 
 
 def scored_placements(
