@@ -80,7 +80,8 @@ def test_a_tool_that_is_not_allowed_cannot_be_called(processes: Processes) -> No
     async def run(client: Any) -> Any:
         return await client.call_tool("run", {"study": "study.yaml"})
 
-    assert talk(server(processes), run).is_error
+    error = error_of(talk(server(processes), run))
+    assert (error["kind"], error["key"], error["mend"]) == ("unknown", "run", "deltalab mcp --allow run")
     assert not Path("deltalab.db").exists()
 
 
@@ -98,6 +99,8 @@ def test_wrong_arguments_are_told_before_anything_runs(processes: Processes) -> 
         assert (error["kind"], error["key"], error["nearest"]) == ("unknown", "kindd", "kind")
         error = error_of(await client.call_tool("run", {"study": "study.yaml", "workers": 0}))
         assert (error["kind"], error["where"], error["key"]) == ("input", "run", "workers")
+        error = error_of(await client.call_tool("plan", {"study": "study.yaml", "settings": "seeds=3"}))
+        assert (error["key"], error["message"]) == ("settings", "plan: settings: must be a list")
         error = error_of(await client.call_tool("plan", {}))
         assert (error["where"], error["key"]) == ("plan", "study")
         error = error_of(await client.call_tool("polls", {}))
@@ -149,7 +152,7 @@ def test_a_study_runs_as_a_task_and_is_reported(processes: Processes) -> None:
         assert exported["result"]["parameters"] > 0
         assert Path("model/recipe.yaml").is_file()
 
-    talk(server(processes, allow=ALLOWED), run)
+    talk(server(processes, allow=ALLOWED, most_minutes=3), run)  # fewer than those of a run by default
 
 
 def steps(process: Process) -> bool:
@@ -175,6 +178,23 @@ def test_a_task_is_cancelled_and_a_run_ends_at_its_limit(processes: Processes) -
         assert told["error"]["kind"] == "interrupted"
         told = await answer(client, "run", study="long.yaml", executor="inline", minutes=0.2, wait=120)
         assert (told["state"], told["stopped"]) == ("stopped", "it ran 0.2 minutes, its limit")
+
+    talk(server(processes, allow=ALLOWED), cancel)
+
+
+@pytest.mark.slow
+def test_a_command_stops_whose_call_the_client_cancels_and_a_task_whose_poll_it_cancels_does_not(
+    processes: Processes,
+) -> None:
+    async def cancel(client: Any) -> None:
+        told = await answer(client, "run", study="long.yaml", executor="inline", wait=0)
+        for tool, arguments in (("poll", {"task": told["task"]}), ("check", {"kind": "rule", "name": "comba"})):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.call_tool(tool, {**arguments, "wait": 60}), 1)
+        task, call = (process for process in processes._all.values())
+        await until(lambda: call.state != "running")
+        assert (call.state, call.told()["stopped"]) == ("stopped", "the client cancelled the call")
+        assert (task.state, task.stopped) == ("running", None)
 
     talk(server(processes, allow=ALLOWED), cancel)
 

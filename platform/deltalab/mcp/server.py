@@ -1,5 +1,6 @@
 """The tools of the server: list, show, check, plan, report, compare, diff, trace, run, export, poll and cancel."""
 
+import asyncio
 import inspect
 import json
 import os
@@ -20,6 +21,8 @@ from deltalab.mcp.processes import Processes
 ALLOWED = ("run", "export")
 """The tools that a server offers only if its user allows them: they compute for long, or write files."""
 LONGEST_WAIT = 300.0
+MINUTES = 10.0
+"""The minutes of a run for which the client gives none, if the server allows as many."""
 
 INSTRUCTIONS = """\
 deltalab tests whether a change to a recurrent update rule helps, by how much, and at what cost.
@@ -138,10 +141,13 @@ class Tools:
         profile: StudyProfile = None,
         executor: Literal["ray", "inline"] = "ray",
         workers: Annotated[int | None, Field(ge=1, description="Stacks of trials at a time.")] = None,
-        minutes: Annotated[float, Field(gt=0, description="Minutes after which it is asked to stop.")] = 10.0,
+        minutes: Annotated[
+            float | None, Field(gt=0, description="Minutes after which it is asked to stop; 10 if not given.")
+        ] = None,
         wait: Wait = 20.0,
     ) -> Answer:
         """Runs a study, or goes on with one, for a bounded time. The answer is its report, or a task if it runs."""
+        minutes = min(MINUTES, self.most_minutes) if minutes is None else minutes
         if minutes > self.most_minutes:
             raise InputError(f"is at most {self.most_minutes:g} here, not {minutes:g}", where="minutes")
         words = ["study", "run", f"--executor={executor}", "--progress", "json", *_profile(profile)]
@@ -180,11 +186,18 @@ class Tools:
     async def _answer(
         self, words: Sequence[str], *, wait: float = LONGEST_WAIT, seconds: float | None = None
     ) -> Answer:
-        """Runs a command; returns its answer, or the task if it runs longer than `wait` seconds."""
+        """Runs a command; returns its answer, or the task if it runs longer than `wait` seconds.
+
+        A client that cancels its call has no number by which to cancel the task, so that the command stops then.
+        """
         ask = [] if "--markdown" in words else ["--json"]
         first = words.index("--") if "--" in words else len(words)
         process = self.processes.start([*words[:first], *ask, *words[first:]], seconds=seconds)
-        await process.wait(wait)
+        try:
+            await process.wait(wait)
+        except asyncio.CancelledError:
+            process.stop("the client cancelled the call")
+            raise
         return process.told()
 
 
@@ -265,6 +278,9 @@ def serve(plugins: Sequence[Path], db: str | None, *, allow: Sequence[str], most
 
 def _require_known(tool: str, arguments: Mapping[str, Any], offered: Mapping[str, Iterable[str]]) -> None:
     """Raises `InputError` if the tool is not offered, or does not have an argument."""
+    if tool in ALLOWED and tool not in offered:
+        mend = f"deltalab mcp --allow {tool}"
+        raise InputError(f"tool '{tool}' is not offered", key=tool, allowed=[*offered], mend=mend, kind="unknown")
     if tool not in offered:
         raise unknown("tool", tool, offered)
     for key in arguments:
@@ -278,7 +294,8 @@ def _of_argument(tool: str, error: ValidationError) -> InputError:
     key, expected = str(first["loc"][0]), first.get("ctx", {}).get("expected")
     if first["type"] == "literal_error" and expected is not None:
         return unknown(key, first["input"], re.findall(r"'(.*?)'", expected), where=tool)
-    return InputError(f"{key}: {first['msg'].replace('Input should', 'must')}", where=tool, key=key)
+    message = first["msg"].replace("Input should", "must").replace("a valid tuple", "a list")
+    return InputError(f"{key}: {message}", where=tool, key=key)
 
 
 def _with_errors(tool: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:

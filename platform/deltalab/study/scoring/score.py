@@ -149,11 +149,12 @@ def _require_scorable(plan: Plan) -> None:
     """Raises `InputError` for a study that a rule cannot be scored against."""
     where, spec = plan.study_file, plan.spec
     if spec.search is not None:
-        raise InputError(f"{where}: search: a rule is scored against a base: take a study without search")
+        raise InputError(f"{where}: search: a rule is scored against a base: take a study without search", key="search")
     if spec.scales is not None:
-        raise InputError(f"{where}: scales: a rule is scored at one size: leave out scales")
+        raise InputError(f"{where}: scales: a rule is scored at one size: leave out scales", key="scales")
     if spec.looks[0].seeds < 2:
-        raise InputError(f"{where}: seeds: screening needs at least 2 seeds, and 7 to find what is there")
+        problem = "screening needs at least 2 seeds, and 7 to find what is there"
+        raise InputError(f"{where}: seeds: {problem}", key="seeds")
     unbounded = [name for name, task in plan.tasks.items() if task.bounds is None]
     if len(plan.tasks) > 1 and unbounded:
         raise InputError(
