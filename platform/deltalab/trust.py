@@ -67,9 +67,8 @@ def require(file: Path, why: str) -> None:
         why: What runs it, for the message.
     """
     if not is_trusted(file.parent):
-        raise InputError(
-            f"{file}: {why}, and its folder is not trusted: read it, then `deltalab trust {file.parent}` lets it run"
-        )
+        mend = f"read it, then `deltalab trust {file.parent}` lets it run"
+        raise InputError(f"{why}, and its folder is not trusted", where=str(file), mend=mend)
 
 
 def _recorded() -> list[str]:

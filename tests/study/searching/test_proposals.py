@@ -231,8 +231,10 @@ def test_a_program_of_a_file_runs_where_its_folder_is_trusted(lab: Path, monkeyp
     monkeypatch.setenv("DELTALAB_TRUST", "")
     file = lab / "foreign.yaml"
     file.write_text(json.dumps(study(proposals=f"touch {lab / 'ran'}")))
-    with pytest.raises(InputError, match=r"foreign.yaml: its search.proposals runs a program, and its folder is not"):
+    said = r"foreign.yaml: its search.proposals runs a program, and its folder is not"
+    with pytest.raises(InputError, match=said) as refused:
         run_study_file(file, db=lab / "lab.db", executor="inline")
+    assert refused.value.mend == f"read it, then `deltalab trust {lab}` lets it run"
     assert not (lab / "ran").exists()
     trust.record(lab)
     assert run_study_file(file, db=lab / "lab.db", executor="inline", unchecked=True).state == "done"

@@ -5,8 +5,9 @@ The program reads a request as JSON from stdin, and prints an answer as JSON:
     {"proposals": [{"values": {"rule.decay": "scalar", ...}}, {"source": "...a rule's file...", "values": {...}}]}
 
 A proposal is a point of the space, or a rule that the space does not have, with values for the settings beside the
-rule. The program runs in a process and a folder of its own, for a limited time, and so do the checks of its rules
-(`deltalab.authoring.quarantine`). Whatever it does costs the search a place, which is then drawn at random.
+rule. The program runs in a process of its own, in the folder of the command, for a limited time. The checks of its
+rules run in a process and a folder of their own (`deltalab.authoring.quarantine`). Whatever they do costs the search a
+place, which is then drawn at random.
 """
 
 import hashlib
@@ -166,7 +167,7 @@ class Proposer:
 
 
 def _printed(command: str, request: str) -> str:
-    """Runs a program in a process group and a folder of its own, and returns what it printed."""
+    """Runs a program in a process group of its own, and returns what it printed."""
     words = shlex.split(command)
     if re.fullmatch(r"[\w.]+:\w+", command):
         words = [sys.executable, "-m", __spec__.name, command]
