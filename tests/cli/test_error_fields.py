@@ -80,7 +80,7 @@ OF_WORDS = [
     ("task show mqar lngth=3", "unknown", "task 'mqar'", "lngth", "pairs", "length", None),
     ("model show qwen3_nxt", "unknown", "model.preset", "qwen3_nxt", "jamba", "qwen3_next", None),
     ("place hybird_ratio", "unknown", None, "hybird_ratio", "hybrid_ratio", "hybrid_ratio", None),
-    (f"place {FILE}", "input", FILE, "model.attention", None, None, None),
+    (f"place {FILE}", "input", FILE, "model.layers", None, None, None),
     (f"place {FILE} --best 0", "usage", None, "--best", None, None, None),
     (f"place {FILE} --executor slurm", "unknown", "--executor", "slurm", "ray", None, None),
     (f"score ruel.py --against {FILE}", "input", "ruel.py", "ruel.py", "rule.py", "rule.py", None),
