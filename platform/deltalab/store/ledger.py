@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import Engine, delete, insert, select, update
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from deltalab.errors import InputError
 from deltalab.store import database, drivers
 from deltalab.store.held_file import HeldFile, LedgerGone
 from deltalab.store.models import Arm, ArmTrial, Artifact, Driver, Metric, RuleVersion, Run, Study, StudyState, Trial
-from deltalab.store.outage import PATIENCE_SECONDS, waited
+from deltalab.store.outage import PATIENCE_SECONDS, Outage, waited
 from deltalab.store.queries import Ledger
 from deltalab.store.records import ArmRecord, RuleRecord, TrialRecord, TrialSummary
 
@@ -113,7 +114,12 @@ class Store(Ledger):
             self._follow_file()
             engine = self._engine.execution_options(writes=True)
             try:
-                with database.input_errors(self._engine.url), Session(engine) as session, session.begin():
+                with (
+                    self._open_file(),
+                    database.input_errors(self._engine.url),
+                    Session(engine) as session,
+                    session.begin(),
+                ):
                     yield session
             except InputError as error:
                 # SQLite may find that a file was overwritten in place before this store reads it back.
@@ -126,8 +132,24 @@ class Store(Ledger):
     def _reading(self) -> Iterator[Session]:
         """Opens a transaction that reads."""
         self._follow_file()
-        with super()._reading() as session:
+        with self._open_file(), super()._reading() as session:
             yield session
+
+    @contextmanager
+    def _open_file(self) -> Iterator[None]:
+        """Tells what a file that goes amid a transaction causes from a fault of deltalab: its new file has no tables.
+
+        Raises:
+            Outage: The store has moved to a new file, where the transaction succeeds.
+            LedgerGone: The store is not a driver's, or the new file cannot be written.
+        """
+        try:
+            yield
+        except OperationalError:
+            if self._file is None or self._file.in_place:
+                raise
+            self._follow_file()
+            raise Outage(f"{self._engine.url.database}: has the ledger now") from None
 
     def require_in_place(self) -> None:
         """Raises `LedgerGone` if the ledger's file was deleted, moved or replaced since it was opened."""

@@ -130,3 +130,41 @@ def test_a_reader_of_a_deleted_ledger_is_told(tmp_path: Path) -> None:
         with pytest.raises(LedgerGone, match="while it was open"):
             store.studies()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def move_amid(monkeypatch: pytest.MonkeyPatch) -> Callable[[Store, Path], None]:
+    """Moves the file of a ledger after the next transaction has looked for it, and before it opens it."""
+
+    def prepare(store: Store, db: Path) -> None:
+        follow = Store._follow_file
+
+        def then(self: Store) -> None:
+            follow(self)
+            monkeypatch.undo()
+            move(db)
+
+        monkeypatch.setattr(Store, "_follow_file", then)
+        store._engine.dispose()
+
+    return prepare
+
+
+def test_a_reader_is_told_of_a_ledger_that_is_moved_amid_a_transaction(
+    move_amid: Callable[[Store, Path], None], tmp_path: Path
+) -> None:
+    with Store.open(tmp_path / "lab.db") as store:
+        move_amid(store, tmp_path / "lab.db")
+        with pytest.raises(LedgerGone, match="while it was open"):
+            store.studies()
+
+
+def test_a_driver_goes_on_in_the_new_file_amid_a_transaction(
+    move_amid: Callable[[Store, Path], None], tmp_path: Path
+) -> None:
+    with Store.open(tmp_path / "lab.db") as store:
+        store.begin_study("s", None, "identity", {}, [], {})
+        move_amid(store, tmp_path / "lab.db")
+        assert [study.name for study in store.studies()] == ["s"]
+        with pytest.raises(LedgerGone, match=r"lab\.db\.kept"):
+            store.require_in_place()
