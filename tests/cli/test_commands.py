@@ -235,7 +235,8 @@ def test_dashboard(platform: Platform, done: Path, monkeypatch: pytest.MonkeyPat
     assert "--server.address=127.0.0.1" in command
     assert "--server.port=8600" in command
     assert "--browser.gatherUsageStats=false" in command
-    assert Path(command[4]).is_file()
+    assert command[1:4] == ["-P", "-m", "deltalab_dashboard.serve"]
+    assert Path(command[5]).is_file()
 
 
 def test_the_dashboard_asks_for_a_token_where_others_reach_it(

@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.exports import exported
-from tests.support.studies import STUDY
+from tests.support.folders import ROOT
+from tests.support.studies import STUDY, write
 
 from deltalab import registry, trust
 from deltalab.cli.app import main
@@ -221,6 +224,33 @@ def test_no_code_of_others_runs_and_one_line_says_so(
     told = [line for line in said if line.startswith(("error: ", "warning: "))]
     assert len(told) == 1
     assert "Traceback" not in "".join(said)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["task", "check", "parity"], ["study", "run", "s.yaml", "--unchecked", "--workers", "1"]],
+    ids=["-c", "Ray"],
+)
+def test_a_file_of_the_working_folder_is_no_module_of_processes_that_a_command_starts(
+    words: list[str], lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("deltalab", "importlib", "json", "logging", "ray", "torch"):
+        (lab.folder / f"{name}.py").write_text(f"{lab.payload}raise ImportError('planted')")
+    write(lab.folder / "s.yaml", seeds=1, ablate=[])
+    monkeypatch.setenv("RAY_TMPDIR", tempfile.mkdtemp())  # a socket's path has at most 107 bytes
+    assert not platform(words, monkeypatch)
+    assert not lab.witness.exists()
+
+
+def test_no_process_of_ours_imports_from_the_working_folder() -> None:
+    """Each starts in Python's safe path mode; `deltalab train` sets the variable, for what torchrun starts, too."""
+    starts = [
+        (file.name, options)
+        for file in ROOT.glob("*/deltalab*/**/*.py")
+        for options in re.findall(r'sys\.executable,\s*"-(.+)', file.read_text())
+    ]
+    assert len(starts) > 10
+    assert {name for name, options in starts if not options.startswith("P")} == {"machines.py"}
 
 
 @pytest.mark.parametrize("name", ["plugins: rule list", "study: a file", "export: a rule of the folder"])

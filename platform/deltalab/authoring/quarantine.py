@@ -49,7 +49,7 @@ def quarantined(file: Path, seconds: float = SECONDS) -> Quarantined:
     """
     with tempfile.TemporaryDirectory(prefix="deltalab-check-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, str(file.absolute())],
+            [sys.executable, "-P", "-m", __spec__.name, str(file.absolute())],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

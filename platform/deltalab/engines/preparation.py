@@ -179,6 +179,7 @@ def prepare(
         "DELTALAB_RECIPE": str(run / RECIPE_FILE),
         "DELTALAB_FOLDER": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(code.parent), os.environ.get("PYTHONPATH")])),
+        "PYTHONSAFEPATH": "1",  # A file of the working folder is no module, also of the processes that torchrun starts.
     }
     launch = Launch(folder, run, engine, gpus, processes, nodes, recipe, about, environment)
     launch.command = command(engine, version, nodes, gpus=gpus, processes=processes)

@@ -141,7 +141,7 @@ class Processes:
         stdout, stderr = Path(self._folder.name, f"{name}.out"), Path(self._folder.name, f"{name}.err")
         with stdout.open("wb") as out, stderr.open("wb") as err:
             child = subprocess.Popen(
-                [sys.executable, "-m", "deltalab", *self._words, *words],
+                [sys.executable, "-P", "-m", "deltalab", *self._words, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -176,7 +176,7 @@ def _interpreted(rule: UpdateRule, forked: bool) -> list[CheckResult] | None:
     request = {"module": kind.__module__, "kind": kind.__name__, "file": file, "knobs": knobs, "forked": forked}
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.run(
-        [sys.executable, "-c", _CHECK],
+        [sys.executable, "-P", "-c", _CHECK],
         input=json.dumps(request), capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     if process.returncode:

@@ -81,7 +81,8 @@ def processes(task: Task) -> Iterator[Measurement]:
         "import sys; from deltalab.authoring.task_checks.task_streams import print_digest; print_digest(sys.argv[1])"
     )
     request = json.dumps([kind.__module__, file, kind.__name__, asdict(task)])
-    process = subprocess.run([sys.executable, "-c", program, request], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-P", "-c", program, request]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
     problem = (process.stderr.strip().splitlines() or ["no message"])[-1] if process.returncode else ""
     what = (
         f"failure to draw a batch in another process ({problem})" if problem else "change of a batch in another process"

@@ -187,7 +187,9 @@ def _ray() -> Finding:
     start = time.monotonic()
     mend = "deltalab study run --executor inline runs studies without Ray"
     try:
-        process = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=RAY_SECONDS)
+        command = [sys.executable, "-P", "-c", RAY]
+        # Ray's workers import from the folder in which Ray starts.
+        process = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=RAY_SECONDS)
     except subprocess.TimeoutExpired:
         return Finding("ray starts", "broken", f"not within {RAY_SECONDS} s", mend)
     if process.returncode == 0:

@@ -57,6 +57,7 @@ def dashboard(
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     command = [
         sys.executable,
+        "-P",  # A file of the working folder is no module.
         "-m",
         "deltalab_dashboard.serve",
         "run",

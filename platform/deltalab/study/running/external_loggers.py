@@ -67,7 +67,7 @@ class _Target:
         self._told = False
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, name, json.dumps(search_path())],
+            [sys.executable, "-P", "-c", _START, name, json.dumps(search_path())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._printed,

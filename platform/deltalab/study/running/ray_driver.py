@@ -235,7 +235,8 @@ class _RayProcess:
     """
 
     def __init__(self, address: str | None, folder: Path) -> None:
-        environment = {**os.environ, **_TUNE}
+        # PYTHONPATH may name folders from the working folder, which is another one there.
+        environment = {**os.environ, **_TUNE, "PYTHONPATH": os.pathsep.join(search_path())}
         if address is None:
             # A local Ray is for this machine and this study alone. It listens on loopback, not on every address as Ray
             # would by default, and no other study knows its token.
@@ -247,11 +248,12 @@ class _RayProcess:
             environment.pop("RAY_AUTH_TOKEN_PATH", None)
         with (folder / "ray.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PLACES, json.dumps(search_path())],
+                [sys.executable, "-P", "-c", _PLACES, json.dumps(search_path())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
+                cwd="/",  # Ray's workers import from the folder in which Ray starts.
                 process_group=0,  # Ctrl-C on a terminal is for the driver, which ends Ray.
             )
         self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()

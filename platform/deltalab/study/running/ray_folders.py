@@ -27,7 +27,7 @@ OWNER = "driver.json"
 
 def temporary() -> Path:
     """The folder in which folders for Ray are made. Raises `InputError` if RAY_TMPDIR names no folder."""
-    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
     if not base.is_dir():
         raise InputError(f"RAY_TMPDIR: there is no folder {base}")
     return base

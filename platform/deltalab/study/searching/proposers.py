@@ -170,7 +170,7 @@ def _printed(command: str, request: str) -> str:
     """Runs a program in a process group of its own, and returns what it printed."""
     words = shlex.split(command)
     if re.fullmatch(r"[\w.]+:\w+", command):
-        words = [sys.executable, "-m", __spec__.name, command]
+        words = [sys.executable, "-P", "-m", __spec__.name, command]
     path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="deltalab-propose-", ignore_cleanup_errors=True) as folder:
         asked, told, errors = (Path(folder) / name for name in ("request.json", "answer.json", "errors.txt"))

@@ -46,7 +46,7 @@ class ForkServer:
         self._socket, server_socket = socket.socketpair()
         with server_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(server_socket.fileno()), json.dumps(search_path())],
+                [sys.executable, "-P", "-c", _START.format(server_socket.fileno()), json.dumps(search_path())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # A process that has asked the driver of CUDA for its GPUs can fork no children that use them.

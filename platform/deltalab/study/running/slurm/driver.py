@@ -9,8 +9,10 @@ is replaced by a new one as long as there is work for it.
 import io
 import logging
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -290,7 +292,8 @@ def _executor(folder: Path, parameters: dict[str, Any], study: str) -> "SlurmExe
         sent  # Else the script asks for the signal of the time when submitit was imported.
     )
     # A job goes back into the queue as often as its time is over; the driver cancels the job at its end.
-    executor = submitit.SlurmExecutor(folder, max_num_timeout=10**6)
+    python = f"{shlex.quote(sys.executable)} -P"  # A file of the working folder is no module.
+    executor = submitit.SlurmExecutor(folder, max_num_timeout=10**6, python=python)
     setup = [f"export SUBMITIT_PREEMPT_SIGNAL={sent}"]
     executor.update_parameters(job_name=f"deltalab-{study}", setup=setup, **parameters)
     return executor
