@@ -169,7 +169,11 @@ REST = [
         + "}",
         None,
     ),
-    ("rule: gla", "rule: {name: gka, iterations: 1048576}", "over 10,000 calls of PyTorch's operators"),
+    (
+        "rule: gla",
+        "rule: {name: gka, iterations: 1048576}",
+        "hostile.yaml: arm 'base': a pass of a block over 16 tokens takes over 10,000 calls of PyTorch's operators",
+    ),
     ("seeds: 2", "seeds: 3\nscales: {model.d_model: [" + ", ".join(map(str, range(8, 176, 8))) + "]}", "at most 20"),
     (
         "seeds: 2",

@@ -71,11 +71,11 @@ def _on_cpu(plan: Plan, trainings: list[Training]) -> StepTimes:
 
 @contextmanager
 def naming(plan: Plan, arm: PlannedArm) -> Iterator[None]:
-    """Names the arm in an error that the block raises."""
+    """Names the file and the arm in an error that the block raises."""
     try:
         yield
-    except InputError:
-        raise
+    except InputError as error:
+        raise InputError(f"{plan.study_file}: arm '{arm.name}': {error}") from None
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         name = arm.config["rule"]["name"]
