@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.support.folders import ROOT
 from tests.support.hostile import VALID, hostile
 from tests.support.watched import Watched
@@ -192,6 +193,15 @@ def test_a_study_beyond_the_limits_is_refused_and_a_large_one_is_planned(
     answer = watched.plan(VALID.replace(was, now).encode())
     assert (answer.code, answer.wrong) == (2 if says else 0, None), answer
     assert (says or "") in answer.said
+
+
+def test_a_rule_without_end_is_refused_on_images_too(watched: Watched) -> None:
+    rule, study = {"name": "gka", "iterations": 1_048_576}, yaml.safe_load(VALID)
+    answer = watched.plan(
+        yaml.safe_dump(study | {"task": {"shapes": {}}, "base": study["base"] | {"rule": rule}}).encode()
+    )
+    assert (answer.code, answer.wrong) == (2, None), answer
+    assert "arm 'base': a pass of a block over 64 tokens takes over 40,000 calls" in answer.said
 
 
 def test_a_folder_of_text_with_too_many_files_is_refused_before_it_is_read(

@@ -1,5 +1,6 @@
 """Counts what a model holds and computes on one block of each kind, so that hundreds of models take seconds."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -193,8 +194,9 @@ def _run(network: Model, length: int, device: torch.device) -> tuple["_Counter",
     """Runs a model on `length` tokens: what was counted, and the caches."""
     # Other attentions of a CPU hide their products from the counter.
     # A module of another author may well loop over its tokens, but a rule is run on few.
-    few = length <= SAMPLE and not network.spec.foreign()
-    with sdpa_kernel(SDPBackend.MATH), _Counter(MOST_CALLS if few else None, device) as counter:
+    # An image is run on all of its patches.
+    bounded = not network.spec.foreign() and (length <= SAMPLE or network.spec.patches is not None)
+    with sdpa_kernel(SDPBackend.MATH), _Counter(length if bounded else None, device) as counter:
         _, cache = network.transform(network.blank(length))
     return counter, cache
 
@@ -211,10 +213,13 @@ class _Counter(TorchDispatchMode):
         written: Elements of all results.
     """
 
-    def __init__(self, most: int | None, device: torch.device) -> None:
+    def __init__(self, tokens: int | None, device: torch.device) -> None:
+        """Begins to count. Unless `tokens` is None, a pass over so many tokens is bounded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = self.written = self.calls = 0
-        self._most, self._bounded = most, most is not None and device.type == "cpu"
+        self._tokens = tokens
+        self._most = None if tokens is None else MOST_CALLS * math.ceil(tokens / SAMPLE)
+        self._bounded = tokens is not None and tokens <= SAMPLE and device.type == "cpu"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -225,7 +230,7 @@ class _Counter(TorchDispatchMode):
         self.calls += 1
         if self._most is not None and self.calls > self._most:
             raise InputError(
-                f"a pass of a block over {SAMPLE} tokens takes over {self._most:,} calls of PyTorch's operators: "
+                f"a pass of a block over {self._tokens} tokens takes over {self._most:,} calls of PyTorch's operators: "
                 "give its rule fewer iterations or steps"
             )
         out = func(*args, **kwargs)
