@@ -136,6 +136,7 @@ def test_only_rules_that_keep_their_past_remember_more_the_longer_they_read() ->
         "memory_caching",
         "moba",
         "nsa",
+        "reformer",
         "hybrid",
         "mamba block, hybrid",
         "latents",

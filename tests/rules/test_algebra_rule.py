@@ -94,7 +94,7 @@ LATER = {
     "mamba3_mimo": "reads several times for each token",
     "mdn": "has a momentum beside its state",
     "memory_caching": "a state for each segment",
-    **dict.fromkeys(("landmark_attention", "moba", "nsa"), "keeps all keys, and chooses among them"),
+    **dict.fromkeys(("landmark_attention", "moba", "nsa", "reformer"), "keeps all keys, and chooses among them"),
     "infini_attention": "softmax attention inside of a segment, whose tokens enter the memory together",
 }
 """Further rules outside, with the reason. The file of `algebra` cannot list them: its hash is in the keys of trials."""

@@ -1,17 +1,22 @@
 """Attention that chooses blocks or forgets segments, written again from its papers, one head and query at a time."""
 
+import inspect
 import math
+import types
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.support.paper_loops import K, Loop, V, inputs, rule_equals, step_equals_scan
 from torch import Tensor
 
 import deltalab
+from deltalab.authoring.rule_checks import rule_runs
 from deltalab.errors import InputError
 from deltalab.rule import UpdateRule
+from deltalab_rules import reformer as reformer_file
 
 LENGTH = 37
 Token = SimpleNamespace
@@ -99,6 +104,32 @@ def landmark(block: int, top: int = 0) -> Loop:
     return loop
 
 
+def reformer(rounds: int, buckets: int) -> Loop:
+    """arXiv:2001.04451, Eq. 8 to 11 of Appendix A, one round after the other, with k_j = q_j / |q_j|."""
+    rotated = reformer_file.rotations(K, rounds, buckets, torch.float64, torch.device("cpu"))
+
+    def h(x: Tensor, r: int) -> int:
+        sides = [sign * float(x @ column) for sign in (1, -1) for column in rotated[r].T]
+        return sides.index(max(sides))
+
+    def loop(tokens: list[Token], _: tuple[Tensor, ...]) -> Any:
+        keys, outputs = [t.q / math.sqrt(float(t.q @ t.q)) for t in tokens], []
+        hashes = [[h(t.q, r) for r in range(rounds)] for t in tokens]
+        for i, t in enumerate(tokens):
+            P = [[j for j in range(i + 1) if hashes[i][r] == hashes[j][r]] for r in range(rounds)]
+            z, o = [], []
+            for r in range(rounds):
+                N = {j: sum(j in P[other] for other in range(rounds)) for j in P[r]}
+                dots = {j: t.q @ keys[j] - (1e5 if j == i else math.log(N[j])) for j in P[r]}
+                z.append(torch.stack([*dots.values()]).logsumexp(0))
+                o.append(sum((torch.exp(dot - z[r]) * tokens[j].v for j, dot in dots.items()), torch.zeros_like(t.v)))
+            z_all = torch.stack(z).logsumexp(0)
+            outputs.append(sum((torch.exp(z[r] - z_all) * o[r] for r in range(rounds)), torch.zeros_like(t.v)))
+        return outputs, (torch.stack(keys), torch.stack([t.v for t in tokens]))
+
+    return loop
+
+
 def infini(segment: int, delta: bool, rope: bool = False) -> Loop:
     """arXiv:2404.07143, Eq. 3 to 10, segment by segment; sigma is elu + 1."""
 
@@ -144,6 +175,10 @@ PAPERS: list[tuple[str, dict[str, Any], Loop]] = [
         ("landmark_attention", {"block": block, "top": top}, landmark(block, top))
         for block, top in ((4, 0), (7, 0), (4, 2))
     ),
+    *(
+        ("reformer", {"rounds": rounds, "buckets": buckets}, reformer(rounds, buckets))
+        for rounds, buckets in ((4, 8), (1, 8), (2, 2), (3, 32))
+    ),
     ("infini_attention", {}, infini(16, True, rope=True)),
     ("infini_attention", {"segment": 5, "rope": False}, infini(5, True)),
     ("infini_attention", {"segment": 4, "delta": False}, infini(4, False, rope=True)),
@@ -171,6 +206,7 @@ SMALL = {
     "moba": {"block": 4, "top": 2},
     "nsa": {"pooled": 4, "stride": 2, "block": 4, "window": 4},
 }
+"""Settings that put several blocks or segments into few tokens."""
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -210,6 +246,86 @@ def test_nsa_refuses_pieces_that_do_not_divide_and_branches_that_are_all_0() -> 
         deltalab.get_rule("nsa", block=18)
     with pytest.raises(InputError, match=r"^nsa: c, s and w are all 0, and leave no branch"):
         deltalab.get_rule("nsa", c=0, s=0, w=0)
+
+
+FAULTS = {
+    "another hash": ("[turned, -turned]", "[turned.abs()]"),
+    "one sign alone": ("[turned, -turned]", "[turned]"),
+    "one hash for all rounds": ("@ r\n", "@ r[:1].expand_as(r)\n"),
+    "the last round alone": ("seen = seen | (bucket", "seen = (bucket"),
+    "always itself": ("~seen.any(-1, keepdim=True) & (places == now)", "(places == now)"),
+    "itself for the first token alone": ("~seen.any(-1, keepdim=True) & (places == now)", "(places + now == 0)"),
+    "a later token": ("seen = seen & (places < now)", "seen = seen & (places != now)"),
+    "keys of any length": ("F.normalize(q, dim=-1), v)\n", "q, v)\n"),
+    "k as the key": ("F.normalize(q, dim=-1), v)\n", "F.normalize(k, dim=-1), v)\n"),
+    "queries of unit norm": ("scale * q.transpose", "scale * F.normalize(q, dim=-1).transpose"),
+    "a scale of its own": ("logits = scale", "logits = q.shape[-1] ** -0.5"),
+}
+"""What is easy to get wrong in `mix`: the code, and what stands there instead."""
+
+FAULTS_OF_STEP = {
+    "no count of rounds": (".to(q).log()", ".to(q) * 0"),
+    "the count itself": (".to(q).log()", ".to(q)"),
+    "itself in each round": ("m[..., -1] = ITSELF", "m[..., -1] = 0"),
+    "a mean of rounds": ("z.softmax(-1),", "torch.ones_like(z) / self.rounds,"),
+}
+"""What is easy to get wrong in `step`."""
+
+
+def faulty(right: str, wrong: str) -> Any:
+    """Returns the class of Reformer with a fault."""
+    code = inspect.getsource(reformer_file)
+    assert code.count(right) == 1
+    module = types.ModuleType(reformer_file.__name__)
+    exec(compile(code.replace(right, wrong), "faulty", "exec"), vars(module))
+    return module.Reformer
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_reformer_is_no_longer_its_paper(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = faulty(*FAULTS[fault])
+    monkeypatch.setattr(deltalab, "get_rule", lambda name: kind())
+    with pytest.raises(AssertionError):
+        rule_equals("reformer", {}, reformer(4, 8), "chunked", None, length=LENGTH)
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_STEP)
+def test_a_fault_in_the_step_of_reformer_is_no_longer_its_scan(fault: str) -> None:
+    with pytest.raises(AssertionError):
+        step_equals_scan(faulty(*FAULTS_OF_STEP[fault])(), length=LENGTH)
+
+
+def test_the_rotations_of_reformer_are_normal_and_the_same_everywhere() -> None:
+    """So trials of any machine and seed have the same buckets: the first numbers stand here."""
+    drawn = reformer_file.rotations(64, 4, 32, torch.float64, torch.device("cpu"))
+    assert drawn[0, 0, :2].tolist() == pytest.approx([0.9417154046806644, -1.3965781047011498], abs=1e-12)
+    assert abs(drawn.mean()) < 0.05
+    assert abs(drawn.std() - 1) < 0.05
+
+
+def test_reformer_with_equal_tokens_is_a_mean_of_those_before() -> None:
+    rule = deltalab.get_rule("reformer")
+    assert rule.scale(K) == 1
+    x = inputs(rule, 9)
+    o, _ = deltalab.scan(rule, torch.ones_like(x.q), x.k, x.v, {})
+    torch.testing.assert_close(o[:, 8], x.v[:, :8].mean(1))
+    torch.testing.assert_close(o[:, 0], x.v[:, 0])
+
+
+def test_no_token_of_the_checks_lies_on_the_border_of_two_buckets() -> None:
+    """There gradients, dtypes and forms would differ. The nearest token is 100 roundings of fp32 away."""
+    rule = deltalab.get_rule("reformer")
+    for length in (rule_runs.PREFIX + rule_runs.LENGTH, rule_runs.PREFIX + rule_runs.LONG):
+        keys = F.normalize(rule_runs.inputs(rule, length).q, dim=-1).transpose(1, 2)
+        r = reformer_file.rotations(rule_runs.KEY, rule.rounds, rule.buckets, keys.dtype, keys.device)
+        turned = keys[:, :, None] @ r
+        best, second = torch.cat([turned, -turned], dim=-1).topk(2).values.unbind(-1)
+        assert (best - second).min() > 100 * 2**-24
+
+
+def test_reformer_refuses_an_odd_number_of_buckets() -> None:
+    with pytest.raises(InputError, match=r"^reformer.buckets must be even, a half for each sign, not 7$"):
+        deltalab.get_rule("reformer", buckets=7)
 
 
 def test_infini_attention_sees_nothing_of_a_segment_before_but_by_its_memory() -> None:

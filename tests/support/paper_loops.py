@@ -66,7 +66,7 @@ def step_equals_scan(rule: UpdateRule, length: int = T) -> None:
     state: Any = rule.start(x.k, x.v)
     for t in range(length):
         gates = {n: value[:, t] if value.dim() > 2 else value for n, value in x.gates.items()} | constant
-        got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=K**-0.5, state=state, **gates)
+        got, state = rule.step(x.q[:, t], x.k[:, t], x.v[:, t], scale=rule.scale(K), state=state, **gates)
         torch.testing.assert_close(got, o[:, t])
     for got, want in zip(state, after, strict=True):
         torch.testing.assert_close(got, want)
