@@ -19,6 +19,9 @@ from deltalab import trust
 from deltalab.errors import InputError, unknown
 from deltalab.plugin_files import first_line, import_file, import_guard
 
+OURS = __name__.partition(".")[0]
+"""The package whose modules, like the files of its rules, are trusted, and known by their file alone."""
+
 _moved: dict[str, Path] = {}
 """Where the files of modules lie that are named by a path relative to the folder of another process."""
 
@@ -42,7 +45,7 @@ def remember_place(name: str, file: Path) -> None:
 def maker(name: str) -> tuple[Callable[..., object], Path, str]:
     """Returns what makes a module, a class or a function, with its file and the version of its package.
 
-    The version is empty for a module of a file.
+    The version is empty for a module of a file, and for one of deltalab.
 
     Raises:
         InputError: Nothing of that name makes a module, or its folder is not trusted.
@@ -68,7 +71,8 @@ def maker(name: str) -> tuple[Callable[..., object], Path, str]:
         file = Path(inspect.getfile(make)).resolve()
     except TypeError:
         raise InputError(f"module '{name}' has no Python source") from None
-    return make, file, "" if colon else _package(where.partition(".")[0])
+    top = where.partition(".")[0]
+    return make, file, "" if colon or top == OURS else _package(top)
 
 
 def _require_module(name: str, make: Callable[..., object]) -> None:
@@ -92,7 +96,7 @@ def _imported(package: str, name: str) -> ModuleType:
     # Installed packages may lie below the working folder, as those of a checkout's .venv do.
     installed = any(file.is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib"))
     beside = any(file.is_relative_to(Path(folder).resolve()) for folder in [os.getcwd(), *_beside])
-    if file.is_file() and beside and not installed:
+    if file.is_file() and beside and not installed and package.partition(".")[0] != OURS:
         trust.require(file, f"module '{name}' runs it")
     try:
         with import_guard(), _searching([os.getcwd(), *_beside]):

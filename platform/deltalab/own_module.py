@@ -23,7 +23,7 @@ OF_A_MODEL = ("chunk_size", "d_model", "heads", "key_dim", "norm_eps", "value_di
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModule(UpdateRule):
-    """A module that maps x [B, T, d] to y [B, T, d], and that declares nothing.
+    """A module that maps x [B, T, d] to y [B, T, d], and that declares nothing but whether it is causal.
 
     It has neither gates nor a transition. Its knobs are the arguments of its constructor.
 
@@ -104,6 +104,11 @@ class OwnModule(UpdateRule):
         """The settings of the model that the arguments name, and those that make the widths of its heads."""
         named = {value[1:] for value in self.knobs().values() if isinstance(value, str) and value[:1] == "$"}
         return frozenset(named | ({"heads", "key_dim", "expand_v"} if named & {"key_dim", "value_dim"} else set()))
+
+    @property
+    def causal(self) -> bool:
+        """Whether no output reads later tokens: true, unless the module's class has `causal = False`."""
+        return getattr(self.make, "causal", True) is not False
 
     @property
     def eigenvalues(self) -> tuple[float, float]:

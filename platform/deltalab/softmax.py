@@ -11,15 +11,16 @@ from torch import Tensor
 # lets a name be defined only once.
 _NAMESPACE = re.sub(r"\W", "_", __name__)
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-_library.define("attend(Tensor q, Tensor k, Tensor v, int window, float scale) -> Tensor")
+_library.define("attend(Tensor q, Tensor k, Tensor v, int window, float scale, bool causal) -> Tensor")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, scale: float) -> Tensor:
-    """Computes causal softmax attention, with a window if there is one.
+def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, scale: float, causal: bool = True) -> Tensor:
+    """Computes softmax attention, with a window if there is one.
 
         o_t = sum_i softmax_i(scale q_t^T k_i) v_i
 
-    The sum is over i <= t, or over the last `window` of these i. Query head h reads key head h // (H / G).
+    The sum is over i <= t, or over the last `window` of these i; if it is not causal, over all i. Query head h reads
+    key head h // (H / G).
 
     Args:
         q: The queries of the last n of the N tokens, [B, H, n, K].
@@ -28,11 +29,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, scale: float) ->
         window: The number of tokens that a query sees; 0 for all. With a window, time and memory are of order
             n * window.
         scale: The factor of the logits.
+        causal: Whether a query sees no later token. If it is false, there is no window.
 
     Returns:
         o [B, H, n, V].
     """
-    o: Tensor = _op()(q, k, v, window, scale)
+    o: Tensor = _op()(q, k, v, window, scale, causal)
     return o
 
 
@@ -40,9 +42,11 @@ def _op() -> Any:
     return getattr(torch.ops, _NAMESPACE).attend
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, causal: bool) -> Tensor:
     if (groups := q.shape[1] // k.shape[1]) > 1:
         k, v = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    if not causal:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
     if not window or q.shape[2] <= window:
         return _dense(q, k, v, window, scale)
     past = k.shape[2] - q.shape[2]

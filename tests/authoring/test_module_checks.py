@@ -16,6 +16,7 @@ from deltalab.authoring import module_checks
 from deltalab.authoring.card import card
 from deltalab.authoring.module_checks import check_module
 from deltalab.cli.app import app
+from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -74,6 +75,40 @@ def test_a_broken_module_fails_the_check_of_what_it_breaks(name: str, module: Ca
     failed = [result for result in check_module(module(name, **kwargs)) if not result.passed]
     assert failed[0].name == BROKEN[name]
     assert f"own.py:{name}" in failed[0].message
+
+
+IMAGES: dict[str, Any] = {"vocab_size": 2, "d_model": 8, "patches": [4, 4, 3]}
+
+
+@pytest.mark.parametrize("name", ["Sees", "SeesSixteen"])
+def test_a_good_module_that_is_not_causal_passes_at_the_patches_of_its_images(
+    name: str, module: Callable[..., OwnModule]
+) -> None:
+    rule = module(name)
+    results = check_module(rule, ModelSpec.of({**IMAGES, "rule": rule.spec()}))
+    assert [result.message for result in results if not result.passed] == []
+    names = [result.name for result in results]
+    assert names == ["runs", "repetition", "reach", "rows", "gradients", "precisions", "starts"]
+    assert "at 16 tokens" in results[0].message
+    quick = check_module(rule, ModelSpec.of({**IMAGES, "rule": rule.spec()}), quick=True)
+    assert [result.name for result in quick] == ["runs", "repetition", "reach", "rows"]
+
+
+def test_a_module_of_images_of_one_size_is_tried_at_that_size() -> None:
+    words = ["module", "check", "own.py:SeesSixteen", "--model"]
+    assert CliRunner().invoke(app, [*words, "patches=[2,8,3]"]).exit_code == 0
+    assert CliRunner().invoke(app, [*words, "d_model=8"]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("SeesNothing", "reach"), ("SeesRows", "rows"), ("SeesBefore", "repetition"), ("SeesWrongly", "gradients")],
+)
+def test_a_broken_module_that_is_not_causal_fails_the_check_of_what_it_breaks(
+    name: str, check: str, module: Callable[..., OwnModule]
+) -> None:
+    failed = [result.name for result in check_module(module(name)) if not result.passed]
+    assert failed[0] == check
 
 
 def test_a_module_for_bf16_alone_is_not_held_to_fp32(

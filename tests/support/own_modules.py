@@ -197,6 +197,60 @@ class Needs(nn.Module):
         raise RuntimeError("Found no NVIDIA driver on your system")
 
 
+class Sees(_Linear):
+    """Adds the mean of all patches of an image."""
+
+    causal = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x.mean(1, keepdim=True)
+
+
+class SeesSixteen(_Linear):
+    """Mixes the patches of images of 16 patches by a matrix, and takes no others."""
+
+    causal = False
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.over_patches = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.over_patches(x.mT).mT)
+
+
+class SeesNothing(_Linear):
+    """Says that it is not causal, and is."""
+
+    causal = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class SeesRows(Sees):
+    """Adds the mean of all images, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.mean(0)
+
+
+class SeesBefore(Sees):
+    """Adds a mean over all calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean += 0.1 * x.mean((0, 1))
+        return super().forward(x) + self.mean
+
+
+class SeesWrongly(Sees):
+    """Has a wrong backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Wrong.apply(x))
+
+
 class Frozen(_Linear):
     """Has a parameter that does not train."""
 

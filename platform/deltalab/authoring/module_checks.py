@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ PLACES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 199)
 """Tokens that are changed, for causality."""
 OPTIONS = {"d_model": 64, "heads": 2}
 """The settings of the model in which `deltalab module check` tries a module, unless the caller gives others."""
+PATCHES = (1, LONGEST, 1)
+"""The patches of that model for a module that is not causal."""
 
 
 class Subject(NamedTuple):
@@ -34,6 +37,7 @@ class Subject(NamedTuple):
         rule: The module and its arguments.
         of_model: The settings of the model around it.
         device: The CPU, or a GPU for a module that needs one.
+        length: The most tokens. A module that is not causal sees so many at all times, the patches of an image.
         trains: Whether checks run it as in training, but without dropout. A module that draws random numbers in
             training all the same is checked as in evaluations.
     """
@@ -41,7 +45,13 @@ class Subject(NamedTuple):
     rule: OwnModule
     of_model: Mapping[str, float]
     device: str
+    length: int = LONGEST
     trains: bool = True
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of tokens that the module must take."""
+        return LENGTHS if self.rule.causal else (self.length,)
 
     def layer(self, seed: int = 0) -> ModuleLayer:
         """Makes the layer, started from a seed, without dropout."""
@@ -56,17 +66,17 @@ class Subject(NamedTuple):
     @torch.no_grad()
     def draws(self) -> bool:
         """Returns whether calls in training give different numbers with different random numbers."""
-        layer, x = self.layer(), self.inputs(16)
+        layer, x = self.layer(), self.inputs(16 if self.rule.causal else None)
         first = self.called(layer, x)
         torch.manual_seed(1)
         with torch.autocast(self.device, torch.bfloat16, self.device != "cpu"):
             second: Tensor = layer(x)
         return not torch.equal(first, second.float())
 
-    def inputs(self, length: int = LONGEST, batch: int = 2, seed: int = 0) -> Tensor:
-        """Draws x [B, T, d]."""
+    def inputs(self, length: int | None = None, batch: int = 2, seed: int = 0) -> Tensor:
+        """Draws x [B, T, d], with the most tokens if `length` is None."""
         draw = torch.Generator().manual_seed(seed)
-        return torch.randn(batch, length, int(self.of_model["d_model"]), generator=draw).to(self.device)
+        return torch.randn(batch, length or self.length, int(self.of_model["d_model"]), generator=draw).to(self.device)
 
     @property
     def exact(self) -> float:
@@ -89,7 +99,7 @@ def _apart(y: Tensor, want: Tensor) -> float:
 def runs(subject: Subject) -> Iterator[Measurement]:
     """Measures the share of the values that are not finite, at each length."""
     layer = subject.layer()
-    for length in LENGTHS:
+    for length in subject.lengths:
         y = subject.called(layer, subject.inputs(length))
         yield Measurement(
             float((~y.isfinite()).float().mean()), f"the share of y at {length} tokens that is not finite"
@@ -122,6 +132,24 @@ def prefixes(subject: Subject) -> Iterator[Measurement]:
             _apart(alone, y[:, :length]) / subject.exact,
             f"the error of {length} tokens alone against the first of {LONGEST}, in units of rounding,",
         )
+
+
+@torch.no_grad()
+def reach(subject: Subject) -> Iterator[Measurement | Note]:
+    """Measures how far any output moves with a later token, for a module that says it is not causal."""
+    layer, x = subject.layer(), subject.inputs()
+    if subject.length == 1:
+        yield Note("an image of one patch has no later one")
+        return
+    y, largest = subject.called(layer, x), 0.0
+    for place in {1, subject.length // 2, subject.length - 1} - {0}:
+        changed = x.clone()
+        changed[:, place] += 1
+        largest = max(largest, _apart(subject.called(layer, changed)[:, :place], y[:, :place]))
+    yield Measurement(
+        largest / subject.exact,
+        "the largest change of an output after a change of a later token, in units of rounding,",
+    )
 
 
 @torch.no_grad()
@@ -294,6 +322,17 @@ def starts(subject: Subject) -> Iterator[Measurement | Note]:
     )
 
 
+def tried(rule: OwnModule, settings: Mapping[str, object] = MappingProxyType({})) -> ModelSpec:
+    """Returns the model in which a module is tried, with settings in place of `OPTIONS`: of images, if not causal."""
+    patches = {} if rule.causal else {"patches": PATCHES}
+    return ModelSpec.of({"vocab_size": 2, **OPTIONS, **patches, **settings, "rule": rule.spec()})
+
+
+def _subject(rule: OwnModule, spec: ModelSpec, device: str) -> Subject:
+    length = LONGEST if rule.causal or spec.patches is None else spec.patches[0] * spec.patches[1]
+    return Subject(rule, spec.of_module, device, length)
+
+
 @torch.no_grad()
 def unstackable(rule: OwnModule, spec: ModelSpec) -> str | None:
     """Returns why runs of a module cannot train as one stack; None if they can.
@@ -302,9 +341,9 @@ def unstackable(rule: OwnModule, spec: ModelSpec) -> str | None:
         rule: The module and its arguments.
         spec: The model in which it stands.
     """
-    subject = Subject(rule, spec.of_module, "cuda" if torch.cuda.is_available() else "cpu")
+    subject = _subject(rule, spec, "cuda" if torch.cuda.is_available() else "cpu")
     try:
-        layer, x = subject.layer(), subject.inputs(17)
+        layer, x = subject.layer(), subject.inputs(17 if rule.causal else None)
         weights = {name: torch.stack([value.detach()] * 2) for name, value in layer.named_parameters()}
         with torch.autocast(subject.device, torch.bfloat16, subject.device != "cpu"):
             vmap(lambda given, x: functional_call(layer, given, (x,)), randomness="same")(weights, torch.stack([x, x]))
@@ -334,12 +373,27 @@ CHECKS: tuple[Check[Subject], ...] = (
         _ROUNDING,
         "the module does otherwise for short or odd lengths, so that decoding differs from training",
     ),
+    Check(
+        "reach",
+        reach,
+        _ROUNDING,
+        "no output reads a later token, so that the module is causal: leave `causal = False` out",
+        at_least=True,
+    ),
     Check("rows", rows, _ROUNDING, "a row reads other rows: a norm or a state over the batch"),
     Check("gradients", gradients, 1.0, "a custom backward is wrong, or a part is detached"),
     Check("precisions", precisions, 0.1, "a part needs fp32: compute it in fp32, whatever autocast says"),
     Check("packing", packing, _ROUNDING, "a sequence reads the one before it: `cu_seqlens` is not used everywhere"),
     Check("starts", starts, _ROUNDING / 2, "the start draws from another generator than torch's"),
 )
+
+
+OF_CAUSAL = ("causality", "prefixes", "packing")
+"""The checks of causal modules alone: an image is whole, and is not packed."""
+OF_OTHERS = ("reach",)
+"""The check of modules that are not causal alone."""
+QUICK = ("causality", "reach", "rows", "repetition")
+"""The checks that a study needs before it trains, beside `runs`."""
 
 
 def check_module(
@@ -356,8 +410,8 @@ def check_module(
     Returns:
         A result for each check. If the module does not run at all, only that.
     """
-    spec = spec or ModelSpec.of({"rule": rule.spec(), "vocab_size": 2, **OPTIONS})
-    subject = Subject(rule, spec.of_module, "cpu")
+    spec = spec or tried(rule)
+    subject = _subject(rule, spec, "cpu")
     first = _run(subject, CHECKS[0])
     if not first.passed:
         if not torch.cuda.is_available():
@@ -367,7 +421,8 @@ def check_module(
             return [first]
     with _quiet():
         subject = subject._replace(trains=not subject.draws())
-    wanted = [check for check in CHECKS[1:] if not quick or check.name in ("causality", "rows", "repetition")]
+    others = OF_OTHERS if rule.causal else OF_CAUSAL
+    wanted = [check for check in CHECKS[1:] if check.name not in others and (not quick or check.name in QUICK)]
     fork = forked and subject.device == "cpu"
     results = [first, *run_checks(wanted, partial(_run, subject), where=rule.name, forked=fork)]
     if not quick:

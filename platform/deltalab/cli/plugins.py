@@ -184,19 +184,18 @@ def module_check(
     as_json: AsJson = False,
 ) -> None:
     """Hold a torch.nn.Module to what a study relies on. KEY=VALUE are its arguments. Exit 1 if a check fails."""
-    from deltalab.authoring.module_checks import OPTIONS, check_module
-    from deltalab.models.spec import ModelSpec
+    from deltalab.authoring.module_checks import check_module, tried
     from deltalab.own_module import OwnModule, as_rule
     from deltalab.reading import read_pairs
+    from deltalab.registry import get_rule
 
     file, colon, _ = name.rpartition(":")
     trust.for_now(Path(file).parent if colon else Path.cwd())  # the user names the code in the command
     mixer = as_rule({"module": name, "kwargs": read_pairs(kwargs or [])}, "deltalab module check")
-    spec = ModelSpec.of({"vocab_size": 2, **OPTIONS, **read_pairs(model or []), "rule": mixer})
-    own = spec.make_rule()
+    own = get_rule(mixer.pop("name"), **mixer)
     if not isinstance(own, OwnModule):
         raise InputError(f"'{name}' is a rule: deltalab rule check {name}")
-    _print_checks({name: check_module(own, spec, forked=FORKED)}, "module", as_json)
+    _print_checks({name: check_module(own, tried(own, read_pairs(model or [])), forked=FORKED)}, "module", as_json)
 
 
 @model.command("list")

@@ -135,7 +135,7 @@ def _listed_layer(entry: object, rule_name: str, allowed: tuple[str, ...]) -> La
         return {"name": RULE, **settings} if settings else RULE
     try:
         for key in knobs:
-            if key in allowed and key not in get_rule(name).options():
+            if key in allowed and not is_path(name) and key not in get_rule(name).options():
                 raise InputError(f"{key} is a setting of the layer: say {{name: {name}, layer: {{{key}: ...}}}}")
         return {**get_rule(name, **knobs).spec(), **settings}
     except InputError as error:

@@ -10,7 +10,7 @@ from deltalab.models.layer_list import ATTENTION, OF_A_MIXER, RULE, Layer, besid
 from deltalab.models.parts.canon import places_in_order
 from deltalab.models.parts.experts import experts_in_full
 from deltalab.models.parts.first_values import shares_in_full
-from deltalab.models.parts.images import check_images, grid
+from deltalab.models.parts.images import check_images, grid, sees_all
 from deltalab.models.parts.latent import refusal
 from deltalab.models.parts.limits import whole
 from deltalab.ops.convolution import FEATURES
@@ -288,6 +288,9 @@ class ModelSpec:
         for setting in fields(self):
             if setting.name in (*OF_A_MIXER, "chunk_size") and setting.name not in rule.settings:
                 object.__setattr__(self, setting.name, 1 if setting.name == "heads" else setting.default)
+        if sees_all(rule) and self.beside is None:
+            object.__setattr__(self, "bidirectional", False)
+            object.__setattr__(self, "axes", 1)
         if self.base_width is not None:
             raise InputError(f"model.base_width scales matrices of deltalab, and module '{rule.name}' has its own")
 

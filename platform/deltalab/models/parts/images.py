@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.start import Normal, Started, linear
+from deltalab.own_module import OwnModule
+from deltalab.rule import UpdateRule
 
 if TYPE_CHECKING:
     from deltalab.models.spec import ModelSpec
@@ -44,10 +46,11 @@ def grid(patches: object) -> tuple[int, int, int] | None:
 
 
 def check_images(spec: "ModelSpec") -> None:
-    """Checks the settings of `OF_IMAGES` of a model.
+    """Checks the settings of `OF_IMAGES` of a model, and that a mixer which is not causal reads images.
 
     Raises:
-        InputError: A value is not allowed, needs patches that the task does not have, or needs a larger grid.
+        InputError: A value or the mixer needs patches that the task does not have, is not allowed, or needs a larger
+            grid.
     """
     if spec.positions not in POSITIONS:
         raise unknown("positions", spec.positions, POSITIONS, where="model.positions")
@@ -61,12 +64,20 @@ def check_images(spec: "ModelSpec") -> None:
         for name, plain in zip(OF_IMAGES, ("learned", "mean", False, 1), strict=True):
             if getattr(spec, name) != plain:
                 raise InputError(f"model.{name} needs a task of images: this one has tokens", key=f"model.{name}")
+        if sees_all(rule := spec.make_rule()):
+            said = f"module '{rule.name}' is not causal, and needs a task of images: this one has tokens"
+            raise InputError(said, key="model.mixer")
         return
     rows, columns, _ = spec.patches
     if spec.axes == 2 and min(rows, columns) == 1:
         raise InputError(f"model.axes 2 needs rows and columns, and the task has {rows} x {columns} patches")
     if spec.positions == "sincos" and spec.d_model % 4:
         raise InputError(f"model.positions sincos needs a d_model that is a multiple of 4, not {spec.d_model}")
+
+
+def sees_all(rule: UpdateRule) -> bool:
+    """Returns whether a mixer is a module that is not causal, and sees all patches of an image at once."""
+    return isinstance(rule, OwnModule) and not rule.causal
 
 
 def sincos(rows: int, columns: int, width: int) -> Tensor:
@@ -166,7 +177,10 @@ class Scans(nn.Module):
 
 
 def scans_of(spec: "ModelSpec") -> Scans | None:
-    """Makes the scans of a block; None for one scan, row by row."""
+    """Makes the scans of a block; None for one scan, row by row, and for mixers that see all patches at once."""
     if spec.patches is None or (spec.axes == 1 and not spec.bidirectional):
+        return None
+    second = spec.second()
+    if sees_all(spec.make_rule()) and (second is None or sees_all(second.make_rule())):
         return None
     return Scans(spec.patches, bidirectional=spec.bidirectional, axes=spec.axes)

@@ -28,7 +28,7 @@ class ModuleLayer(Remade):
     it has if torch's generator starts at 0, whatever the seed of the model.
 
     For tokens that follow others, the module reads all tokens again. So decoding is exact for every causal module, and
-    a token costs as much as the whole sequence.
+    a token costs as much as the whole sequence. A module that is not causal takes no cache.
 
     Args:
         rule: The module and its arguments.
@@ -76,6 +76,11 @@ class ModuleLayer(Remade):
         """Computes y [B, T, d] for tokens that follow those of the cache, and the new cache, as `RuleLayer` does."""
         if cache is None and cu_seqlens is None:
             return self(x), _cache([x])
+        if cache is not None and not self.rule.causal:
+            raise InputError(
+                f"module '{self.rule.name}' is not causal: tokens that follow others would change the outputs before "
+                "them; give it all tokens at once, without a cache"
+            )
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
         if packed is None:
             rows = [x[n : n + 1] for n in range(len(x))]

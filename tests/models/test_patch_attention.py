@@ -1,0 +1,158 @@
+"""PatchAttention is DeiT's attention, written out; a module that is not causal is taken for images alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deltalab
+from deltalab import registry
+from deltalab.errors import InputError
+from deltalab.models.model import Model, build_model
+from deltalab.models.parts.module_layer import ModuleLayer
+from deltalab.models.patch_attention import PatchAttention
+from deltalab.models.spec import ModelSpec
+from deltalab.own_module import OwnModule
+from deltalab.softmax import attend
+from deltalab.tasks.images.digit_patches import DigitPatches
+from deltalab.training.spec import TrainSpec
+from deltalab.training.trainer import LockStep
+
+PATH = "deltalab.models.patch_attention.PatchAttention"
+SEES_ALL: dict[str, Any] = {"module": PATH, "kwargs": {"heads": "$heads"}}
+SIZES: dict[str, Any] = {"vocab_size": 10, "d_model": 16, "heads": 2, "layers": 1, "chunk_size": 16}
+IMAGES: dict[str, Any] = {**SIZES, "patches": [4, 4, 4]}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def by_loop(module: PatchAttention, x: Tensor) -> Tensor:
+    """One image, head and patch at a time, as timm's `Attention` divides the matrix of q, k and v."""
+    width, dim = x.shape[-1] // module.heads, x.shape[-1]
+    images = []
+    for image in x:
+        heads = []
+        for h in range(module.heads):
+            q, k, v = (
+                image @ module.qkv.weight[part * dim + h * width : part * dim + (h + 1) * width].T
+                + (0 if module.qkv.bias is None else module.qkv.bias[part * dim + h * width :][:width])
+                for part in range(3)
+            )
+            weights = [torch.stack([q_t @ k_i / width**0.5 for k_i in k]).softmax(0) for q_t in q]
+            heads.append(torch.stack([sum(w[i] * v[i] for i in range(len(v))) for w in weights]))
+        images.append(torch.cat(heads, dim=-1) @ module.out.weight.T + module.out.bias)
+    return torch.stack(images)
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_is_the_attention_of_deit(qkv_bias: bool) -> None:
+    module = PatchAttention(12, 3, qkv_bias).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+    x = drawn(2, 7, 12)
+    torch.testing.assert_close(module(x), by_loop(module, x), rtol=0, atol=1e-9)
+    # The order of patches is that of positions alone.
+    torch.testing.assert_close(module(x.flip(1)), module(x).flip(1))
+
+
+def test_starts_as_in_deits_code() -> None:
+    module = PatchAttention(96, 3)
+    for part in (module.qkv, module.out):
+        assert float(part.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+    assert not module.qkv.bias.any()
+    assert not module.out.bias.any()
+    with pytest.raises(InputError, match=r"^heads 5 must divide the width 96$"):
+        PatchAttention(96, 5)
+
+
+def test_attention_to_all_shares_keys_among_heads_and_is_batched() -> None:
+    q, k, v = drawn(3, 1, 4, 5, 2), drawn(3, 1, 2, 5, 2) + 1, drawn(3, 1, 2, 5, 2) - 1
+    want = torch.einsum(
+        "nbhts,nbhsk->nbhtk",
+        torch.einsum("nbhtk,nbhsk->nbhts", q, k.repeat_interleave(2, 2)).softmax(-1),
+        v.repeat_interleave(2, 2),
+    )
+    stacked = torch.vmap(lambda q, k, v: attend(q, k, v, scale=1.0, causal=False))(q, k, v)
+    torch.testing.assert_close(stacked, want)
+    torch.testing.assert_close(attend(q[0], k[0], v[0], scale=1.0, causal=False), want[0])
+
+
+def reads(network: Model) -> list[int]:
+    """The places that the first patch of a model's mixers sees."""
+    x = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    network.transform(x)[0][0, 0].square().sum().backward()
+    assert x.grad is not None
+    return [i for i, size in enumerate(x.grad[0].abs().sum(-1)) if size > 0]
+
+
+def test_the_first_patch_sees_all() -> None:
+    assert reads(build_model({**IMAGES, "mixer": SEES_ALL, "mlp": False})) == [*range(16)]
+
+
+def test_scans_belong_to_rules_and_add_nothing_to_a_module_that_sees_all() -> None:
+    """Models that are equal but for scans are equal, and a hybrid scans the layers of its rule alone."""
+    plain, scanned = (
+        ModelSpec.of({**IMAGES, "mixer": SEES_ALL, **scans}) for scans in ({}, {"bidirectional": True, "axes": 2})
+    )
+    assert plain == scanned
+    hybrid = {**IMAGES, "rule": "mamba", "layers": ["rule", SEES_ALL], "bidirectional": True, "axes": 2}
+    scans = [block.scans for block in build_model(hybrid).blocks]
+    assert scans[0] is not None
+    assert scans[1] is None
+    [beside] = build_model({**IMAGES, "rule": "mamba", "beside": SEES_ALL, "bidirectional": True}).blocks
+    assert beside.scans is not None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mixer": SEES_ALL},
+        {"rule": "comba", "layers": ["rule", SEES_ALL]},
+        {"rule": "comba", "beside": SEES_ALL},
+        {"mixer": SEES_ALL, "bidirectional": True},
+    ],
+)
+def test_is_refused_where_there_are_tokens(settings: Mapping[str, Any]) -> None:
+    with pytest.raises(InputError) as error:
+        ModelSpec.of({**SIZES, **settings})
+    assert f"module '{PATH}' is not causal, and needs a task of images: this one has tokens" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_layer_for_models_of_tokens_is_refused() -> None:
+    with pytest.raises(InputError, match="is not causal, and needs a task of images"):
+        deltalab.layer({"name": PATH, "heads": 2}, dim=16)
+
+
+def test_goes_on_from_no_cache() -> None:
+    rule = deltalab.get_rule(PATH, heads=2)
+    assert isinstance(rule, OwnModule)
+    layer = ModuleLayer(rule, {"d_model": 16})
+    y, cache = layer.advance(torch.ones(1, 3, 16))
+    assert y.shape == (1, 3, 16)
+    with pytest.raises(InputError, match=rf"^module '{PATH}' is not causal: tokens that follow others would change"):
+        layer.advance(torch.ones(1, 1, 16), cache)
+
+
+def test_a_module_of_deltalab_is_known_by_its_file() -> None:
+    """A change elsewhere in deltalab makes no other trial of it, as of a rule."""
+    assert registry.rule_plugin(PATH).package == ""
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_stacked_runs_equal_runs_alone(heads: int) -> None:
+    spec = ModelSpec.of({**IMAGES, "mixer": {"module": PATH, "kwargs": {"heads": heads}}})
+    train = TrainSpec(steps=4, batch_size=4, lr=1e-2, precision="fp32", device="cpu", evaluations=1, eval_batches=1)
+    runs = []
+    for most in (2, 1):
+        lock = LockStep(DigitPatches(), [(spec, train)], [1, 2], most=most)
+        lock.advance(4, "validation")
+        assert len(lock.stacks) == 3 - most
+        runs.append([lock.results(0, weights=True)[i] for i in range(2)])
+    for stacked, alone in zip(*runs, strict=True):
+        for name, value in stacked.weights.items():
+            torch.testing.assert_close(value, alone.weights[name], rtol=1e-4, atol=1e-5)
