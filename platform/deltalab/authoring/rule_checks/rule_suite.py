@@ -2,8 +2,10 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -143,7 +145,36 @@ def _wants_interpreter(rule: UpdateRule) -> bool:
 
     A process runs the interpreter only if TRITON_INTERPRET=1 was set before the process imported Triton.
     """
-    return rule.brings_kernel and not torch.cuda.is_available() and lacks_triton("cpu") is not None
+    if not rule.brings_kernel or torch.cuda.is_available():
+        return False
+    # `lacks_triton` imports Triton, after which a fork of this process can no longer turn the interpreter on.
+    off = os.environ.get("TRITON_INTERPRET") != "1" and "triton" not in sys.modules
+    return off or lacks_triton("cpu") is not None
+
+
+def _in_a_fork(rule: UpdateRule) -> list[CheckResult] | None:
+    """Runs the checks in a fork of this process, which has PyTorch already and imports Triton with the interpreter.
+
+    Returns None if the fork crashes.
+    """
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def child() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports Ctrl-C
+        os.environ["TRITON_INTERPRET"] = "1"
+        sender.send(check_rule(rule, forked=True))
+
+    process = fork.Process(target=child)
+    process.start()
+    sender.close()
+    try:
+        results: list[CheckResult] = receiver.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+    return results
 
 
 _CHECK = """
@@ -168,6 +199,8 @@ def _interpreted(rule: UpdateRule, forked: bool) -> list[CheckResult] | None:
 
     Returns None if that process cannot make the rule, for example because its class is local to a function.
     """
+    if forked and "triton" not in sys.modules:
+        return _in_a_fork(rule)
     kind = type(rule)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if file is None or "." in kind.__qualname__ or os.environ.get("TRITON_INTERPRET") == "1":
