@@ -39,8 +39,8 @@ class Reformer(UpdateRule):
     their code. Their sum over rounds, each a softmax over one bucket whose logits are less the logarithm of the number
     of rounds that have the pair in a bucket, is the softmax over all these tokens; `step` computes it round by round.
     R is the same for all heads, seeds and steps, where theirs is drawn anew for each call. The hash passes no gradient.
-    A token on the border of two buckets may be in the other one in another form or batch. No input of `rule check` lies
-    there, so that its gradients and dtypes are held inside of buckets.
+    A token on the border of two buckets may be in the other one in another form or batch. With the default sizes of a
+    rule, the inputs of `rule check` lie 100 roundings in fp32 off any border.
 
     A bucket is whole. Theirs is cut where the sorted tokens are cut into chunks, an approximation that saves time. The
     state is all keys and values, [B, H, n, K] and [B, H, n, V]. No kernel computes it: all logits are computed and then
