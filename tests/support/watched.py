@@ -14,14 +14,29 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 MOST_SECONDS = 5.0
 """Of wall time, but for the time in which the process waits for a processor that other processes use."""
+LOOP_SECONDS = 0.2
+"""What the loop of `slowness` takes on a usual core. Where it took 0.42 s, a check needed 2.2 times as long."""
 MOST_BYTES = 500 * 10**6
 """What a command may add to the memory of the process."""
 PATIENCE = 20.0
 """Seconds of the same time until the fork is killed."""
+
+
+@cache
+def slowness() -> float:
+    """How many times as long as a usual core this one takes, 1 at least: a lent core may have half the speed."""
+    times = []
+    for _ in range(3):
+        start, total = time.process_time(), 0
+        for i in range(3_000_000):
+            total += i * i % 7
+        times.append(time.process_time() - start)
+    return max(1.0, min(times) / LOOP_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,7 @@ class Answer:
             return f"died: {self.said}"
         if "Traceback" in self.said or self.code not in (0, 2):
             return "traceback: " + (self.said.strip().splitlines() or [""])[-1][:100]
-        if self.seconds > MOST_SECONDS:
+        if self.seconds > MOST_SECONDS * slowness():
             return f"hang: {self.seconds:.1f} s, {self.cpu:.1f} s of processor time, code {self.code}"
         if self.extra > MOST_BYTES:
             return f"memory: {self.extra / 1e6:.0f} MB, code {self.code}"
