@@ -37,8 +37,6 @@ LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 LENGTHS = [1, 15, 64, 65, 1000, 4096]
 WIDTHS = [(16, 16), (16, 128), (32, 64), (48, 80), (64, 512), (128, 128), (256, 32), (256, 256)]
 HEADS = 3
-PASSES_ADD = 1.5
-"""How much more a rule of passes may err: kernels round what one pass gives to the next."""
 FIXED = {"mesa_net": "ridge", "momentum_deltanet": "eta", "slstm": "r"}
 """Gates that a rule takes without a time axis alone."""
 TOKEN_BY_TOKEN = 300
@@ -191,12 +189,13 @@ def _floor(
     """The errors of rounding alone, that of operands or of the parallel form in x's dtype, whichever is larger.
 
     Vectors that a rule computes from its gates (RWKV-7's erasing ones) are operands too: kernels get them rounded. A
-    rule that computes its operands in 16 bits (Rodimus) has that error in any form. For a rule without a transition
-    the largest error of the parallel form counts.
+    rule that computes its operands in 16 bits (Rodimus) has that error in any form. What a pass gives to the next is an
+    operand of it. For a rule of neither, the largest error of the parallel form counts.
     """
     parallel = run(rule, x.map(lambda part: part.detach().requires_grad_()), "chunked", **more)
     errors = {name: error(parallel[name].to(kind), wanted[name]) for name, kind in dtypes.items()}
-    if rule.transition is not None:
+    is_algebraic = rule.transition is not None or isinstance(rule, Passes)
+    if is_algebraic:
         chunked = reference.chunked
 
         def of_rounded(transition: Transition, y: Operands, **how: Any) -> tuple[Tensor, State]:
@@ -208,7 +207,7 @@ def _floor(
             patch.setattr(reference, "chunked", of_rounded)
             inexact = run(rule, exact, "chunked", **more)
         errors = {name: max(errors[name], error(inexact[name].to(kind), wanted[name])) for name, kind in dtypes.items()}
-    return errors if rule.transition is not None else dict.fromkeys(errors, max(errors.values()))
+    return errors if is_algebraic else dict.fromkeys(errors, max(errors.values()))
 
 
 def hold(rule: UpdateRule, x: Inputs, *, slack: float = 1.0, **more: Tensor) -> None:
@@ -238,7 +237,7 @@ def judge(
 ) -> None:
     """Fails in one line if `actual` is further from `wanted` than the limit and than rounding explains."""
     dtype = x.q.dtype
-    limit = slack * LIMITS[dtype] * (PASSES_ADD if isinstance(rule, Passes) else 1.0)
+    limit = slack * LIMITS[dtype]
     errors = {name: error(actual[name], right) for name, right in wanted.items() if right is not None}
     if "d g" in errors and _nothing(exact, wanted, actual, dtype):
         del errors["d g"]
