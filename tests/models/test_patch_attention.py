@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stacks import trained_stacked
 from torch import Tensor, nn
 
 import deltalab
@@ -17,8 +18,6 @@ from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
 from deltalab.softmax import attend
 from deltalab.tasks.images.digit_patches import DigitPatches
-from deltalab.training.spec import TrainSpec
-from deltalab.training.trainer import LockStep
 
 PATH = "deltalab.models.patch_attention.PatchAttention"
 SEES_ALL: dict[str, Any] = {"module": PATH, "kwargs": {"heads": "$heads"}}
@@ -236,13 +235,4 @@ def test_a_module_of_deltalab_is_known_by_its_file() -> None:
 def test_stacked_runs_equal_runs_alone(name: str, kwargs: dict[str, int]) -> None:
     module = f"deltalab.models.patch_attention.{name}"
     spec = ModelSpec.of({**IMAGES, "mixer": {"module": module, "kwargs": kwargs}})
-    train = TrainSpec(steps=4, batch_size=4, lr=1e-2, precision="fp32", device="cpu", evaluations=1, eval_batches=1)
-    runs = []
-    for most in (2, 1):
-        lock = LockStep(DigitPatches(), [(spec, train)], [1, 2], most=most)
-        lock.advance(4, "validation")
-        assert len(lock.stacks) == 3 - most
-        runs.append([lock.results(0, weights=True)[i] for i in range(2)])
-    for stacked, alone in zip(*runs, strict=True):
-        for name, value in stacked.weights.items():
-            torch.testing.assert_close(value, alone.weights[name], rtol=1e-4, atol=1e-5)
+    trained_stacked(DigitPatches(), spec)

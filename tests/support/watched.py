@@ -19,8 +19,8 @@ from pathlib import Path
 
 MOST_SECONDS = 5.0
 """Of wall time, but for the time in which the process waits for a processor that other processes use."""
-LOOP_SECONDS = 0.2
-"""What the loop of `slowness` takes on a usual core. Where it took 0.42 s, a check needed 2.2 times as long."""
+LOOP_SECONDS = 0.19
+"""What the loop of `slowness` takes where 5 s are allowed: 0.42 s on a core with 2.2 times the time for a check."""
 MOST_BYTES = 500 * 10**6
 """What a command may add to the memory of the process."""
 PATIENCE = 20.0
