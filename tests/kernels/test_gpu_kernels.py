@@ -39,6 +39,12 @@ WIDTHS = [(16, 16), (16, 128), (32, 64), (48, 80), (64, 512), (128, 128), (256, 
 HEADS = 3
 FIXED = {"mesa_net": "ridge", "momentum_deltanet": "eta", "slstm": "r"}
 """Gates that a rule takes without a time axis alone."""
+CANCELS = {"abc": "d state[2]"}
+"""A part of the state that is in every token's decay, so that its gradient is a sum over tokens that cancel.
+
+The rounding of ABC's first pass alone moves it by 5e-3 in bf16, that of the second by as much (500 tokens, K = V = 64).
+It is allowed twice the limit.
+"""
 TOKEN_BY_TOKEN = 300
 """The longest sequence whose oracle is `recurrent`. Longer ones take `chunked`, which a test holds equal to it."""
 
@@ -241,7 +247,7 @@ def judge(
     errors = {name: error(actual[name], right) for name, right in wanted.items() if right is not None}
     if "d g" in errors and _nothing(exact, wanted, actual, dtype):
         del errors["d g"]
-    missed = {name: it for name, it in errors.items() if not it <= limit}
+    missed = {name: it for name, it in errors.items() if not it <= limit * (1 + (CANCELS.get(rule.name) == name))}
     if missed:
         floor = _floor(rule, x, exact, wanted, {name: actual[name].dtype for name in missed}, **more)
         for name in [name for name, it in missed.items() if it <= 1.5 * floor[name]]:
