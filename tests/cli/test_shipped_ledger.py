@@ -1,5 +1,6 @@
 """The studies that come with deltalab, as a ledger that commands read by its name."""
 
+import json
 import shutil
 import tomllib
 from pathlib import Path
@@ -33,6 +34,18 @@ def test_nothing_is_written_into_it(packed: Path, platform: Platform) -> None:
     assert "readonly" in said.err
     with Store.open(shipped.shipped_ledger(print), create=False) as store:
         assert [study.address for study in store.studies()] == ["proxies"]
+
+
+def test_shipped_studies_are_listed_by_words(platform: Platform) -> None:
+    """In names, descriptions and names of arms."""
+    found = [row["name"] for row in json.loads(platform("study", "list", "--shipped", "KDA", "--json").out)]
+    assert "found_rules" in found
+    assert "quickstart" not in found
+    assert [row["name"] for row in json.loads(platform("study", "list", "--shipped", "tiny recall", "--json").out)] == [
+        "quickstart"
+    ]
+    refused = platform("study", "list", "--shipped", "--tag", "best")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
 
 
 def test_ledgers_are_joined_and_another_one_is_another_file(packed: Path) -> None:

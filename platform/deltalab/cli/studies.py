@@ -53,9 +53,15 @@ def listing(
     """List the studies in the database, or those that come with deltalab, which run by their names."""
     if shipped:
         from deltalab.authoring.files.study_folder import shipped_studies
+        from deltalab.store.studies.shelf import has_words
         from deltalab.study.specs.study_file import load_study
 
-        _print([{"name": name, "about": load_study(name).description} for name in shipped_studies()], as_json)
+        if tag or every or deleted:
+            raise InputError("--shipped takes words alone: a shipped study has no tags, and none is hidden or deleted")
+        studies = {name: load_study(name) for name in shipped_studies()}
+        words = {name: (name, study.description, *study.arms) for name, study in studies.items()}
+        matching = [name for name in studies if has_words(text, words[name])]
+        _print([{"name": name, "about": studies[name].description} for name in matching], as_json)
         return
     from deltalab.store import Store
     from deltalab.store.studies import shelf

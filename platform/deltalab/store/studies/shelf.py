@@ -66,10 +66,18 @@ class ListedStudy:
             text: The words, of which upper and lower case do not matter.
             arms: Names of arms, in which words may also occur.
         """
-        searched_text = " ".join(
-            (self.address, self.overridden, *self.tags, self.notes, self.description, *arms)
-        ).casefold()
-        return all(word in searched_text for word in text.casefold().split())
+        return has_words(text, (self.address, self.overridden, *self.tags, self.notes, self.description, *arms))
+
+
+def has_words(text: str, searched: Iterable[str]) -> bool:
+    """Returns whether every word of `text` occurs in a searched text.
+
+    Args:
+        text: The words, of which upper and lower case do not matter.
+        searched: The searched texts.
+    """
+    searched_text = " ".join(searched).casefold()
+    return all(word in searched_text for word in text.casefold().split())
 
 
 @dataclass(frozen=True)
