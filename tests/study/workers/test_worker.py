@@ -420,11 +420,11 @@ def test_of_a_rule_that_prints_a_megabyte_a_step_a_few_lines_are_shown_and_the_n
     (told,) = [one.message for one in caplog.records if "more lines" in one.message]
     file = lab / "runs" / "printed.log"
     assert re.fullmatch(
-        rf"loud on mqar, trial \w{{12}}: printed [\d,]{{6,}} more lines, [\d.]+ MB; {file} keeps .*", told
+        rf"loud on mqar, candidate 0, trial \w{{12}}: printed [\d,]{{6,}} more lines, [\d.]+ MB; {file} keeps .*", told
     )
     assert file.stat().st_size <= 1_000_000
     kept = file.read_text()
-    assert "--- quiet on mqar, trial " in kept
+    assert "--- quiet on mqar, candidate 0, trial " in kept
     assert "hush\n" in kept
 
 

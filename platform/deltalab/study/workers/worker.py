@@ -235,7 +235,9 @@ class _Child:
         write_state(self._pulse.fileno(), ChildState(time.monotonic(), math.inf, math.inf, 0, steps, "starting"))
         write_signal(self._pulse.fileno(), 0)
         self._words, self._late_since, self._still = "", None, 0
-        self.worker.printed.begin(f"{stack[0].arm} on {stack[0].task}, trial {stack[0].key[:12]}")
+        first = stack[0]
+        name = f"{first.arm} on {first.task}, candidate {first.number}, trial {first.key[:12]}"
+        self.worker.printed.begin(name)
         self._send({"stack": stack_to_json(stack)})
         self.idle = False
 
