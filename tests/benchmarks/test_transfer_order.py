@@ -13,7 +13,7 @@ from tests.support.scripts import loaded
 from deltalab.errors import InputError
 from deltalab.study.answers.ladder_trends import Size
 
-kendall, order, transfer = (loaded(name) for name in ("kendall", "order", "transfer"))
+kendall, order, transfer, trends = (loaded(name) for name in ("kendall", "order", "transfer", "trends"))
 
 
 def test_tau_is_scipys() -> None:
@@ -105,3 +105,37 @@ def test_rates_are_summed_up_by_their_spread() -> None:
     rows = {row["parametrization"]: row for row in transfer.summary(given, found)}
     assert rows["none"]["spread"] == pytest.approx(2.0)
     assert rows["mup"]["spread"] == pytest.approx(1.0)
+
+
+def test_trends_find_a_gain_that_stays_and_one_that_ends() -> None:
+    """Losses of 1 + C^-1/2 and more by what the arms differ in."""
+    random = np.random.default_rng(0)
+    loss = {width: 1 + width**-0.5 for width in (1, 10, 100, 1000)}
+    worse = {"base": lambda w: 0.0, "deltanet": lambda w: 0.05, "kda": lambda w: 0.05 - 0.06 * math.log10(w) / 3}
+    arms = {arm for claim in trends.CLAIMS for arm in (claim.arm, claim.against)}
+    scores = {
+        f"{task}.d={width}": {
+            arm: -(loss[width] + worse.get(arm, worse["base"])(width) + 1e-3 * random.normal(size=7)) for arm in arms
+        }
+        for task in {claim.task for claim in trends.CLAIMS}
+        for width in loss
+    }
+    compute = {(label, arm): float(label.rpartition("=")[2]) for label in scores for arm in arms}
+    found = {(trend.claim.task, trend.claim.says): trend for trend in trends.trends(scores, compute)}
+    stays = found["real_text", "Gated DeltaNet is better than DeltaNet"]
+    assert stays.verdict == "holds"
+    assert stays.prediction.agrees
+    ends = found["real_text", "KDA is better than Gated DeltaNet"]
+    assert ends.verdict == "reverses"
+    assert [round(difference.mean, 2) for difference in ends.differences] == [-0.05, -0.03, -0.01, 0.01]
+    assert found["real_text", "Comba is better than Gated DeltaNet"].verdict == "not decidable"
+    assert found["mqar", "DeltaNet is better than linear attention"].prediction is None
+    assert "| **-0.0" in trends.markdown([ends])
+    assert "missed |" in trends.markdown([ends])
+
+
+def test_the_page_has_the_recorded_trends() -> None:
+    recorded = json.loads((BENCHMARKS / "trends_h100.json").read_text())["trends"]
+    page = (DOCS / "transfer.md").read_text()
+    for trend in recorded:
+        assert all(f"{difference['mean']:+.3f}" in page for difference in trend["differences"])
