@@ -25,7 +25,7 @@ from calibration.many_studies import ARMS, EFFECT, USED, Bench, Checked
 from calibration.margins import margins
 from calibration.means_over_tasks import over_tasks_coverage, over_tasks_error, over_tasks_power
 from calibration.power import powers
-from calibration.seed_choices import choices, collapses, failures, families
+from calibration.seed_choices import choices, collapses, decided, failures, families
 from calibration.trends import extrapolation, transfer_tau
 from calibration.tuning_designs import CANDIDATES, designs
 from calibration.unbalanced import unbalanced_error, unbalanced_power, unbalanced_tuned
@@ -43,6 +43,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
         choices,
         failures,
         collapses,
+        decided,
         families,
         further_looks,
         margins,

@@ -20,6 +20,8 @@ SHARE = 6
 """A study here takes about 15 ms, so that there are fewer of them by this factor."""
 RATES, TOO_HIGH, WORST = (3.0, 1.0, 0.1, 0.0, 0.0), 0.8, -500.0
 """What each learning rate loses, how often runs of the last diverge, and the score of a run that does."""
+MUCH_WORSE = -6.0
+"""By how many of its own standard deviations an arm is worse that every study should tell."""
 
 
 def drawn(random: np.random.Generator, losses: Sequence[float], spread: Array) -> tuple[Array, Array]:
@@ -147,6 +149,41 @@ def collapses(bench: Bench) -> Iterator[dict[str, Any]]:
             found += told(by_exchange([samples[0], samples[1].shifted(EFFECT), *samples[2:]])[0])
         shares = {"error": error / studies, "coverage": holds / studies, "power": found / studies}
         yield {"diverges": diverges, "studies": studies, **shares, "half_width": float(np.mean(widths))}
+
+
+def with_a_worse_arm(random: np.random.Generator, sd: float, rates: Sequence[float]) -> list[Sample]:
+    """Draws arms whose last one is much worse, as noisy as given, and loses what is given at each learning rate."""
+    of_all = drawn(random, RATES, np.ones(1 + ARMS))
+    of_worse = drawn(random, rates, np.array([sd]))
+    samples = [Sample(*scores) for scores in zip(*of_all, strict=True)]
+    return [*samples[:-1], Sample(of_worse[0][0], of_worse[1][0]).shifted(MUCH_WORSE * sd)]
+
+
+def decided(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Measures whether the interval of a much worse arm holds, alone and jointly with those of the others.
+
+    The true difference is the mean of simulated ones: a noisier arm gains more by its choice.
+    """
+    studies = max(1, bench.repeats // SHARE)
+    for sd, rates in ((1.0, RATES), (2.0, RATES), (4.0, RATES), (1.0, RATES[::-1])):
+        drawn_results = [
+            [sample.results().mean() for sample in (samples[0], samples[-1])]
+            for samples in (with_a_worse_arm(bench.random, sd, rates) for _ in range(10 * studies))
+        ]
+        true = float(np.subtract(*np.mean(drawn_results, axis=0)[::-1]))
+        told_worse = alone = jointly = error = 0
+        for _ in range(studies):
+            samples = with_a_worse_arm(bench.random, sd, rates)
+            differences = [it.difference for it in follow([Pairs(a, samples[0]) for a in samples[1:]], one_look(SEEDS))]
+            *equal, worse = differences
+            others_hold, holds = all(of.low <= 0 <= of.high for of in equal), worse.low <= true <= worse.high
+            told_worse += worse.p <= ALPHA
+            alone += holds
+            jointly += holds and others_hold
+            error += any(of.p <= ALPHA for of in equal)
+        counts = {"decided": told_worse, "covers": alone, "all_cover": jointly, "error": error}
+        shares = {name: count / studies for name, count in counts.items()}
+        yield {"sd": sd, "best_rate": int(np.argmin(rates)), "studies": studies, "true": true, **shares}
 
 
 def families(bench: Bench) -> Iterator[dict[str, Any]]:
