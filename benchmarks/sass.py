@@ -1,13 +1,15 @@
-"""Shows what ptxas makes of the kernels, without a GPU: registers, spills, shared memory, and operands that it loses.
+"""Shows what the compilers make of the kernels, without a GPU: registers, spills, shared memory, and lost operands.
 
     python benchmarks/sass.py comba gla --key-dim 128 --value-dim 128 --length 130 --arch 86
 
 Runs a rule forward and backward on the CPU, where each launch only compiles its kernel, for an H100 unless --arch names
-another GPU: 75 (T4), 80 (A100), 86 (RTX 30), 89 (RTX 40, L4), 120 (RTX 50). Where shared memory is short, fewer stages
-are tried, as a launch does. Exits with 1 if a kernel does not compile or does not fit, and if a WGMMA in a loop takes
-its left operand from registers that the loop does not fill before it and overwrites after it: the result is wrong from
-the second iteration on. ptxas 12.8 and 12.9 do that; `kernels.chunk.held` prevents it. Works with Triton 3.6 (ptxas
-12.9) and Triton 3.7 (ptxas 13.1).
+another GPU: 75 (T4), 80 (A100), 86 (RTX 30), 89 (RTX 40, L4), 100 (B200), 120 (RTX 50), gfx942 (AMD MI300). Where
+shared memory is short, fewer stages are tried, as a launch does.
+
+Exits with 1 if a kernel does not compile or does not fit, and if a WGMMA in a loop takes its left operand from
+registers that the loop does not fill before it and overwrites after it: the result is wrong from the second iteration
+on. ptxas 12.8 and 12.9 do that; `kernels.chunk.held` prevents it. Works with Triton 3.6 (ptxas 12.9) and Triton 3.7
+(ptxas 13.1).
 """
 
 import argparse
@@ -21,21 +23,23 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
 import deltalab
-from deltalab import ridge
+from deltalab import elementwise, nonlinear, ridge
 from deltalab.authoring.inputs import draw
-from deltalab.kernels import dispatch, ptxas
+from deltalab.kernels import chunk, dispatch, ptxas
 from deltalab.kernels.compilations import Launcher
+from deltalab.kernels.scalar import launch as scalar_launch
 from deltalab.ops.scan import operands
 from deltalab.ops.triton_kernels import KERNELS
 
-SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64}
 """KiB of shared memory that a program may have, by compute capability (CUDA's programming guide, technical
-specifications)."""
+specifications), or by AMD's architecture (CDNA 3 instruction set, local data share)."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -96,17 +100,39 @@ def _written(instruction: str) -> set[int]:
     return set(range(int(target.group(1)), int(target.group(1)) + count))
 
 
+def _of_nvidia(asm: Any) -> tuple[str, list[str]]:
+    """What a kernel takes, in words, and the WGMMA that lose their left operand."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [TOOLS / "nvdisasm", file.name]
+        bad = lost(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    registers, spilled = re.findall(r"REG:(\d+).*?STACK:(\d+)", usage)[0]
+    return f"{registers} registers, {spilled} bytes spilled, {asm['ptx'].count('wgmma.mma')} WGMMA", bad
+
+
+def _of_amd(assembly: str) -> tuple[str, list[str]]:
+    """What a kernel takes, in words. No product loses an operand."""
+    counts = [int(re.findall(rf"\.{name}:\s*(\d+)", assembly)[0]) for name in ("vgpr_count", "vgpr_spill_count")]
+    return f"{counts[0]} registers, {counts[1]} spilled, {assembly.count('v_mfma')} MFMA", []
+
+
 @dataclasses.dataclass
 class Compiler:
     """Stands in for `JITFunction.run`: compiles each kernel that would be launched, once, and prints what it takes."""
 
-    arch: int = 90
+    arch: str = "90"
     seen: set[str] = dataclasses.field(default_factory=set)
     bad: int = 0
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        target = GPUTarget("cuda", self.arch, 32)
+        is_amd = self.arch.startswith("gfx")
+        target = GPUTarget("hip", self.arch, 64) if is_amd else GPUTarget("cuda", int(self.arch), 32)
         backend = make_backend(target)
+        if is_amd:  # As in `kernels.launch`, which PyTorch tells.
+            options.pop("maxnreg", None)
         binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
         bound, specialization, rest = binder(*args, **options)
         parsed, signature, constants, attrs = kernel._pack_args(backend, options, bound, specialization, rest)
@@ -124,22 +150,14 @@ class Compiler:
                 f"{kernel.__name__:14} DOES NOT COMPILE: {type(error).__name__}: {str(error).strip():.300}", flush=True
             )
             return
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made.asm["cubin"])
-            file.flush()
-            command = [TOOLS / "cuobjdump", "-res-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            command = [TOOLS / "nvdisasm", file.name]
-            bad = lost(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        usage, bad = _of_amd(made.asm["amdgcn"]) if is_amd else _of_nvidia(made.asm)
         over = made.metadata.shared > SHARED[self.arch] * 1024
         again = over and parsed.num_stages > 1
         self.bad += len(bad) + (over and not again)
-        registers, spilled = re.findall(r"REG:(\d+).*?STACK:(\d+)", usage)[0]
-        products = made.asm["ptx"].count("wgmma.mma")
         print(
-            f"{kernel.__name__:14} {parsed.num_warps} warps, {parsed.num_stages} stages: {registers} registers, "
-            f"{spilled} bytes spilled, {made.metadata.shared / 1024:.0f} KiB shared, {products} WGMMA"
-            + (f"; {len(bad)} OF THEM LOSE A LEFT OPERAND" if bad else "")
+            f"{kernel.__name__:14} {parsed.num_warps} warps, {parsed.num_stages} stages: "
+            f"{usage}, {made.metadata.shared / 1024:.0f} KiB shared"
+            + (f"; {len(bad)} WGMMA LOSE A LEFT OPERAND" if bad else "")
             + (f"; MORE THAN {SHARED[self.arch]} KiB" if over else ""),
             flush=True,
         )
@@ -153,11 +171,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     for name, default in (("length", 130), ("key-dim", 128), ("value-dim", 128), ("heads", 2), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--arch", type=int, choices=SHARED, default=90)
+    parser.add_argument("--arch", choices=SHARED, default="90")
     options = parser.parse_args()
     ptxas.choose()
     compiler = Compiler(options.arch)
-    ridge.available = lambda device: KERNELS  # type: ignore[attr-defined]  # CPU tensors stand for those of a GPU.
+    scalar_launch.has_tensor_memory = lambda: options.arch == "100"
+    chunk.PTX = tl.constexpr(not options.arch.startswith("gfx"))
+    for module in (elementwise, nonlinear, ridge):  # CPU tensors stand for those of a GPU.
+        module.available = lambda device: KERNELS  # type: ignore[attr-defined]
     jit.JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)  # type: ignore[method-assign]
     Launcher.__call__ = Launcher._by_triton  # type: ignore[method-assign]  # Its own way asks for a GPU.
     for name in options.rules:

@@ -117,3 +117,12 @@ def test_no_kernel_loses_an_operand(rules):
 def test_a_loop_over_values_takes_no_shape_from_keys():
     """The compiler lets no name change its shape in a loop, as a mask does if blocks are full; the interpreter does."""
     assert "gradients" in compiled("gka", "--dtype", "fp32", "--key-dim", "48", "--value-dim", "80")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["100", "gfx942"])
+def test_kernels_compile_for_gpus_that_we_have_not(arch):
+    """Triton fails on a B200 if a loop that stores states loads ahead, and AMD's compiler knows no PTX."""
+    said = compiled("linear_attention", "--arch", arch, "--key-dim", "64", "--value-dim", "64")
+    assert "gradients" in said
+    assert ("MFMA" if arch == "gfx942" else "WGMMA") in said

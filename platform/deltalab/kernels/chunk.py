@@ -2,6 +2,7 @@
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 
@@ -10,7 +11,7 @@ LOWEST = tl.constexpr(-64.0)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 MOVES = ("length", "chunks", "from_chunk", "to_chunk", "segment_chunks", "segments", "span", "sequences", "H")
 """Arguments that change from batch to batch. Triton compiles no kernel again because one of them is 1 or a multiple of
@@ -158,7 +159,7 @@ def held(x):
     iteration, so that the next iteration reads other numbers (`benchmarks/sass.py` finds such products). ptxas keeps
     the registers if another instruction reads them too. The instruction here looks for bits that no rounded number has.
     """
-    if not INTERPRETED and x.dtype != tl.float32:
+    if PTX and x.dtype != tl.float32:
         tl.inline_asm_elementwise(
             """{
             .reg .pred never; .reg .b32 bits;

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +23,12 @@ MOST = 256
 ALL_REGISTERS = 255
 """The most registers that a thread can have. Left alone, ptxas gives a kernel with fp32 products 32 registers and
 spills up to 10 KiB."""
+
+
+@cache
+def has_tensor_memory() -> bool:
+    """Returns whether this machine's GPU keeps accumulators in tensor memory, as those of compute capability 10 do."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
 
 
 class Packing(NamedTuple):
@@ -143,7 +150,10 @@ class Launch:
         name, missing = kernel.__name__, set(kernel.arg_names) - set(operands)
         sizes = {**self.sizes(name), "from_chunk": chunks.start, "to_chunk": chunks.stop, "span": len(chunks)}
         taken = {argument: size for argument, size in sizes.items() if argument in missing}
-        return Launcher(kernel, taken, self.resources(name))
+        resources = self.resources(name)
+        if torch.version.hip:  # Triton's back end for AMD knows no limit of registers.
+            resources.pop("maxnreg", None)
+        return Launcher(kernel, taken, resources)
 
     def once(self, key: Any, make: Callable[[], R]) -> R:
         """What `make` returned when it was first called for this plan and key."""

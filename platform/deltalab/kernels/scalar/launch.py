@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltalab.kernels import sequence_parts
-from deltalab.kernels.launch import ALL_REGISTERS, Launch, Packing, chunk_map, planned, tiles
+from deltalab.kernels.launch import ALL_REGISTERS, Launch, Packing, chunk_map, has_tensor_memory, planned, tiles
 from deltalab.kernels.register import existing
 
 WORKSPACE = 128 * 2**20
@@ -36,12 +36,14 @@ class ScalarLaunch(Launch):
         bv: Values of a block.
         parts: Parts of each sequence.
         erases: Whether `gradients` has an erasure to differentiate.
+        loads_ahead: Whether `scan` loads the tiles of later chunks ahead.
     """
 
     bk: int
     bv: int
     parts: int
     erases: bool = False
+    loads_ahead: bool = True
 
     @classmethod
     def of(cls, k: Tensor, u: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> "ScalarLaunch":
@@ -80,6 +82,15 @@ class ScalarLaunch(Launch):
         """The same plan with the blocks of `gradients`: some keys, and all values."""
         bk, bv = min(self.key_dim, 32), _widest(self.value_dim, self.dtype)
         return self.once(("per chunk", erases), lambda: replace(self, bk=bk, bv=bv, erases=erases))
+
+    def storing_states(self, erases: bool) -> "ScalarLaunch":
+        """The same plan for the `scan` that stores the state before each chunk.
+
+        Without an erasure, Triton 3.7.1 fails to compile that loop for tensor memory if it loads ahead.
+        """
+        if erases or not has_tensor_memory():
+            return self
+        return self.once("storing states", lambda: replace(self, loads_ahead=False))
 
     def narrowed(self, bv: int) -> "ScalarLaunch":
         """The same plan with at most `bv` values in a block."""
@@ -123,6 +134,8 @@ class ScalarLaunch(Launch):
             stages = 2
         elif kernel in ("scan", "reverse") and self.bv == 128:
             warps *= 2
+        if kernel == "scan" and not self.loads_ahead:
+            stages = 1
         resources = {"num_warps": warps, "num_stages": stages}
         if kernel == "prepare" and self.precision == "tf32" and self.key_dim <= 128:
             # So that four programs share a multiprocessor.

@@ -263,7 +263,7 @@ def _backward(
         d_state = d_last.float().mT.contiguous()
     for number in reversed(range(plan.segments)):
         chunks = plan.segment(number)
-        plan.launch(
+        plan.storing_states(operands.e is not None).launch(
             forward.scan, plan.grid, chunks,
             r=None, k=k, u=u, vectors=kept.vectors, inverse=inverse, within=None, overlaps=None,
             target=None, base=None, state=None, begin_states=kept.begin,
