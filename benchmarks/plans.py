@@ -2,6 +2,7 @@
 
     python benchmarks/plans.py plans.jsonl --out plans.json              # 2,000 files
     python benchmarks/plans.py plans.jsonl --again --out plans.json      # those that were wrong before, once more
+    python benchmarks/plans.py more.jsonl --seed more --out more.json    # 2,000 other files
 
 Each file is planned by `deltalab study plan` in a process that is forked after deltalab's imports, on one thread, and
 killed after 20 s, or over 1 GB. PLANS.jsonl gets a line for each file as soon as it is planned, and a second run goes
@@ -11,8 +12,9 @@ on after the last one. The figures of a plan are:
 - seconds: wall time without that in which the process was ready to run and other processes had the cores.
 - cpu: seconds of processor time.
 
-A file counts as slow if `seconds` are over 5. `import seconds` are the processor time of deltalab's imports,
-which a command takes beside its plan.
+`slowness` is how many times as long as a usual core this one took for a loop, and is measured anew after each plan of
+over 3 s. A file counts as slow if `seconds` are over 5 times that. `import seconds` are the processor time of
+deltalab's imports, which a command takes beside its plan.
 """
 
 import argparse
@@ -35,15 +37,17 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.hostile import hostile  # noqa: E402
-from tests.support.watched import MOST_SECONDS, Answer, Watched  # noqa: E402
+from tests.support.watched import MOST_SECONDS, Answer, Watched, slowness  # noqa: E402
 
+MEASURED_ANEW = 3.0
+"""Seconds of a plan after which the speed of the core is measured again: other processes change it."""
 SLOWEST = 10
 """How many files the summary names."""
 
 
-def text(number: int) -> bytes:
+def text(seed: str, number: int) -> bytes:
     """Returns the file of a number."""
-    return hostile(random.Random(f"plans/{number}"))
+    return hostile(random.Random(f"{seed}/{number}"))
 
 
 def recorded(file: Path) -> dict[int, dict[str, Any]]:
@@ -64,12 +68,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "files": len(rows),
         "planned": sum(row["code"] == 0 for row in rows),
         "refused": sum(row["code"] == 2 for row in rows),
-        "slow": sum(row["seconds"] > MOST_SECONDS for row in rows),
-        "slow by processor time": sum(row["cpu"] > MOST_SECONDS for row in rows),
+        "slow": sum(row["seconds"] > MOST_SECONDS * row["slowness"] for row in rows),
+        "slow by processor time": sum(row["cpu"] > MOST_SECONDS * row["slowness"] for row in rows),
         "wrong": {str(row["number"]): row["wrong"] for row in rows if row["wrong"]},
         "refused because": dict(Counter(row["said"][:60] for row in rows if row["code"] == 2).most_common(5)),
         "seconds of a plan": times,
-        "slowest": [{name: row[name] for name in ("number", "code", "seconds", "cpu")} for row in slowest],
+        "slowest": [{name: row[name] for name in ("number", "code", "seconds", "cpu", "slowness")} for row in slowest],
     }
 
 
@@ -89,6 +93,7 @@ def main() -> None:
     parser.add_argument("lines", type=Path, metavar="PLANS.jsonl")
     parser.add_argument("--files", type=int, default=2000, help="default: %(default)s")
     parser.add_argument("--first", type=int, default=0, help="the number of the first file; default: %(default)s")
+    parser.add_argument("--seed", default="plans", help="a word that makes the files; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="plan the files that were wrong once more")
     parser.add_argument("--out", type=Path, required=True, help="the file of the summary")
     given = parser.parse_args()
@@ -98,7 +103,9 @@ def main() -> None:
         watched = Watched(Path(folder))
         try:
             for done, number in enumerate(numbers):
-                answer = watched.plan(text(number))
+                answer = watched.plan(text(given.seed, number))
+                if answer.cpu > MEASURED_ANEW:
+                    slowness.cache_clear()
                 print(json.dumps(row(number, answer)), file=lines, flush=True)
                 if answer.wrong or done % 100 == 99:
                     print(f"{done + 1} of {len(numbers)}: file {number}: {answer.wrong or 'right'}", flush=True)
@@ -109,6 +116,7 @@ def main() -> None:
         "measured": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores shared with others",
         "torch": version("torch"),
+        "seed": given.seed,
         "import seconds": import_seconds(),
         **summary(rows),
     }
@@ -120,7 +128,7 @@ def row(number: int, answer: Answer) -> dict[str, Any]:
     figures = {name: round(getattr(answer, name), 3) for name in ("wall", "seconds", "cpu")}
     return {
         "number": number, "code": answer.code, **figures, "megabytes": round(answer.extra / 1e6),
-        "wrong": answer.wrong, "said": answer.said[:200],
+        "slowness": round(slowness(), 2), "wrong": answer.wrong, "said": answer.said[:200],
     }  # fmt: skip
 
 

@@ -30,6 +30,9 @@ MOST_WRITTEN = 2**24
 MOST_CALLS = 10_000
 """The most calls of PyTorch's operators in a pass of one block of rules over `SAMPLE` tokens, which take seconds."""
 
+MOST_FORMS = 10_000
+"""The forms of results that are kept at once, in some 50 MB."""
+
 PASSES = 3
 """The operations of a training step, divided by those of its forward pass: a backward pass has twice as many."""
 
@@ -158,7 +161,9 @@ def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
     mlp_width = model.mlp_width or 3 * model.d_model
     if model.experts is not None:
         mlp_width = model.experts["count"] * (model.experts["width"] or mlp_width)
-    largest = max(model.d_model * max(width, mlp_width), model.heads * (length or 0) ** 2 // 8)
+    ranks = (rank or 0 for rank in (model.q_rank, model.kv_rank, model.gate_rank))
+    matrix = max(model.d_model * max(width, mlp_width), max(model.d_model, width) * max(ranks))
+    largest = max(matrix, model.heads * (length or 0) ** 2 // 8)
     device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
     if not model.foreign():
         try:
@@ -182,7 +187,8 @@ def _count_on(device: torch.device, model: ModelSpec, length: int | None) -> _Bl
     counted, cache = _run(network, tokens, device)
     flops = counted.total / tokens - 2 * idle_parameters(network)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    grows = length is None and network.hidden(token, cache)[1][0].numel() != cache[0].numel()
+    with _Counter(None, device):
+        grows = length is None and network.hidden(token, cache)[1][0].numel() != cache[0].numel()
     inside = sum(p.numel() for p in network.blocks.parameters())
     ends = sum(p.numel() for p in network.parameters()) - inside
     size = cast(Block, network.blocks[0]).cache_size(cache[0])
@@ -205,6 +211,59 @@ class _TooLarge(Exception):
     """A pass on a CPU writes more than `MOST_WRITTEN` elements."""
 
 
+def _plain(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+class _Forms:
+    """Calls operators on the device `meta`, and finds the form of a result once for arguments of the same forms.
+
+    PyTorch finds many forms in Python, and a rule that loops over its tokens calls the same operators for each.
+    """
+
+    def __init__(self) -> None:
+        """Begins with no result."""
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns what an operator returns: a result without numbers has its form alone."""
+        if func._schema.is_mutable or not (_numberless(args) and _numberless(tuple(kwargs.values()))):
+            return func(*args, **kwargs)
+        key = func, _form(args), _form(tuple(kwargs.items()))
+        if key in self._known:
+            return _another(self._known[key])
+        out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor | tuple | list) and _numberless(out):
+            if len(self._known) == MOST_FORMS:
+                self._known.clear()
+            self._known[key] = _another(out)
+        return out
+
+
+def _numberless(value: Any) -> bool:
+    """Whether no tensor in a value holds numbers."""
+    return all(map(_numberless, value)) if isinstance(value, tuple | list) else getattr(value, "is_meta", True)
+
+
+def _form(value: Any) -> Any:
+    """What decides the form of an operator's result. The numbers 1, 1.0 and true differ in type alone."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_form, value))
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    return value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
+
+
+def _another(out: Any) -> Any:
+    """Makes tensors of the same forms, which an operator in place may change."""
+    if isinstance(out, tuple | list):
+        return type(out)(map(_another, out))
+    return out.detach() if isinstance(out, torch.Tensor) else out
+
+
+_forms = _Forms()
+
+
 class _Counter(TorchDispatchMode):
     """Counts what PyTorch's `FlopCounterMode` counts, without loading the compiler, which takes seconds.
 
@@ -220,6 +279,7 @@ class _Counter(TorchDispatchMode):
         self._tokens = tokens
         self._most = None if tokens is None else MOST_CALLS * math.ceil(tokens / SAMPLE)
         self._bounded = tokens is not None and tokens <= SAMPLE and device.type == "cpu"
+        self._call = _forms if device.type == "meta" else _plain
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -233,7 +293,7 @@ class _Counter(TorchDispatchMode):
                 f"a pass of a block over {self._tokens} tokens takes over {self._most:,} calls of PyTorch's operators: "
                 "give its rule fewer iterations or steps"
             )
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self.total += flops(*args, **kwargs, out_val=out)
         self.written += sum(one.numel() for one in (out if isinstance(out, tuple | list) else (out,))

@@ -15,6 +15,7 @@ from deltalab.models import costs
 from deltalab.models.costs import CostCounter
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
+from deltalab.models.start import Normal
 from deltalab.study.forecast import arm_times, step_time
 from deltalab.study.forecast import estimate as estimates
 from deltalab.study.forecast.estimate import Effect, Estimate, estimate
@@ -87,6 +88,45 @@ def test_parameters_and_state_are_those_of_the_whole_model(model: ModelSpec, len
     network, found = build_model(model), CostCounter().costs(model, length)
     assert found.parameters == sum(p.numel() for p in network.parameters())
     assert found.cache == network.cache_size(length)
+
+
+@pytest.mark.parametrize("length", [8, 40])
+@pytest.mark.parametrize("rule", deltalab.list_rules())
+def test_costs_are_those_of_operators_that_are_all_called(
+    rule: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count without numbers finds the form of a result once; one that calls every operator finds the same."""
+    model = replace(COMBA, rule=rule, conv=4, mlp=True, rope=rule == "attention")
+    monkeypatch.setattr(costs, "MOST_COMPUTED", 0)
+    monkeypatch.setattr(costs, "_forms", costs._Forms())
+    CostCounter().costs(model, length)  # a rule makes its start weights once
+    found = CostCounter().costs(model, length)
+    monkeypatch.setattr(costs, "_forms", costs._plain)
+    assert found == CostCounter().costs(model, length)
+
+
+def test_a_form_is_that_of_the_types_of_the_numbers() -> None:
+    forms, whole = costs._Forms(), torch.ones(2, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        results = [forms(torch.ops.aten.mul.Tensor, (whole, number), {}) for number in (1, 1.0, 1)]
+    assert [one.dtype for one in results] == [torch.long, torch.float32, torch.long]
+
+
+def test_a_change_in_place_leaves_a_known_form_as_it_is() -> None:
+    forms, x = costs._Forms(), torch.ones(2, 3, device="meta")
+    with torch.no_grad():
+        for _ in range(3):
+            assert forms(torch.ops.aten.exp.default, (x,), {}).unsqueeze_(0).shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize("rank", ["q_rank", "kv_rank", "gate_rank"])
+def test_a_block_with_a_large_rank_is_counted_without_numbers(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(*of: object) -> None:
+        raise AssertionError("drew numbers that nobody reads")
+
+    model = replace(COMBA, d_model=64, **{rank: 2**16})
+    monkeypatch.setattr(Normal, "__call__", drawn)
+    assert CostCounter().costs(model, 8).parameters > costs.MOST_COMPUTED
 
 
 def test_equal_blocks_are_counted_once() -> None:

@@ -21,7 +21,7 @@ from deltalab.study.planning.warm_starts import named_candidates, recorded_candi
 from deltalab.study.running.run import arm_records
 from deltalab.study.specs.json_schema import schema
 from deltalab.study.specs.sections.budget import Bound, Match, Objective, Searching
-from deltalab.study.specs.sections.search_space import Search
+from deltalab.study.specs.sections.search_space import Search, combinations, count_combinations
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers.train_stack import execute, failed
 
@@ -169,6 +169,31 @@ def test_all_combinations_are_counted_and_listed_without_what_does_not_exist() -
         {"rule": "deltanet"},
     ]
     assert searching(**CONDITIONS).whole is None, "integers are a range"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_count_of_combinations_is_that_of_their_list(seed: int) -> None:
+    r, knobs = random.Random(seed), dict[str, Search]()
+    for name in "abcdefg"[: r.randint(1, 7)]:
+        above = [{other: r.sample([1, 2, 3], r.randint(1, 2))} for other in r.sample([*knobs], min(len(knobs), 2))]
+        when = r.choice([None, above or None, {key: value for way in above for key, value in way.items()} or None])
+        knobs[name] = Search(choice=(1, 2, 3)[: r.randint(2, 3)], when=when)
+    assert count_combinations(knobs) == len([*combinations(knobs)])
+
+
+def test_a_long_pattern_is_counted_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 places of two layers have over 10,000 combinations, and each of those listed asks 100 knobs."""
+    asked = [0]
+    exists = Search.exists
+
+    def counted(knob: Search, drawn: dict[str, Any]) -> bool:
+        asked[0] += 1
+        return exists(knob, drawn)
+
+    monkeypatch.setattr(Search, "exists", counted)
+    long = {"trials": 8, "model.layers": {"pattern": ["rule", "gla"], "lengths": [50, 100]}}
+    assert Searching.model_validate(long).whole is None
+    assert asked[0] < 1000
 
 
 def test_a_candidate_leaves_inactive_knobs_at_the_rules_own_defaults(plan: Callable[..., Plan]) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -427,8 +427,15 @@ def count_combinations(knobs: Mapping[str, Search]) -> int | None:
         return None
     if math.prod(len(knob.extremes) for knob in knobs.values() if not knob.when) > MOST_TRIALS:
         return None  # The knobs that always exist have too many combinations already.
-    total = sum(1 for _ in islice(combinations(knobs), MOST_TRIALS + 1))
-    return total if total <= MOST_TRIALS else None
+    # No condition names the other knobs, so that these are counted by a product, and not listed.
+    parents = {parent for knob in knobs.values() for parent in knob.parents}
+    others = [knob for name, knob in knobs.items() if name not in parents]
+    total = 0
+    for drawn in combinations({name: knob for name, knob in knobs.items() if name in parents}):
+        total += math.prod(len(knob.extremes) for knob in others if knob.exists(drawn))
+        if total > MOST_TRIALS:
+            return None
+    return total
 
 
 def example_with(knobs: Mapping[str, Search], name: str) -> dict[str, Any] | None:
