@@ -14,7 +14,7 @@ from sqlalchemy import select, text
 
 from deltalab.cli.app import main
 from deltalab.errors import InputError
-from deltalab.store import ArmRecord, ArtifactRecord, RuleRecord, RunRecord, Store, TrialRecord, trainings
+from deltalab.store import ArmRecord, ArtifactRecord, RuleRecord, RunRecord, Store, TrialRecord, database, trainings
 from deltalab.store.copies import whole_ledger
 from deltalab.store.models import Base
 from deltalab.store.studies import proposals, saved_views
@@ -128,6 +128,82 @@ def test_a_ledger_joins_another_by_keys(full: Path, empty: str) -> None:
         with store._engine.connect() as connection:
             assert connection.execute(text("SELECT count(*) FROM rule_version")).scalar() == 1
             assert connection.execute(text("SELECT count(*) FROM trial")).scalar() == 4
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_file_that_sqlite_copies_is_the_file_that_python_copies(
+    own: bool, full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_ledger, "PARENTS_AT_ONCE", 2)
+    found = []
+    for attached in (True, False):
+        if not attached:
+            monkeypatch.setattr(database, "may_attach", lambda url: False)
+        file = tmp_path / f"{attached}.db"
+        with Store.open(file) as store, Store.open(full) as source:
+            if own:
+                store.record_trial(study(store, "own"), "base", trial("k1", 0.9), 0, {"of": "own"})
+            added = whole_ledger.import_ledger(store, source, quiet)
+        kept = rows(file)
+        if own:  # a study of its own has its own time
+            kept["study"] = [row[:6] for row in kept["study"]]
+        found.append((added, kept))
+    assert found[0] == found[1]
+    assert found[0][0]["metric"] > 60
+
+
+def without_checks(table: str, column: str) -> str:
+    """Lets a column of a ledger lack values, as a file of another author may."""
+    return (
+        f"CREATE TABLE loose AS SELECT * FROM {table}; DROP TABLE {table}; ALTER TABLE loose RENAME TO {table}; "
+        f"UPDATE {table} SET {column} = NULL WHERE rowid % 2"
+    )
+
+
+DAMAGED = {
+    "a metric without a value": without_checks("metric", "value"),
+    "a seed that is none": without_checks("run", "seed"),
+    "a metric's name that is no UTF-8": "UPDATE metric SET name = CAST(x'73ff' AS TEXT) WHERE step = 29",
+    "a setting that is no JSON": "UPDATE trial SET config = '{' WHERE key = 'k1'",
+    "a time that is none": "UPDATE trial SET started_at = 'long ago' WHERE key = 'k1'",
+}
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_source_is_named_and_not_the_ledger_that_it_fills(
+    what: str, attached: bool, full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(sqlite3.connect(full)) as connection:
+        connection.executescript(DAMAGED[what])
+    monkeypatch.setattr(database, "may_attach", lambda url: attached)
+    empty = tmp_path / "empty.db"
+    with Store.open(empty) as store, Store.open(full) as source:
+        with pytest.raises(InputError, match=r"full\.db: (is damaged|Could not decode)"):
+            whole_ledger.import_ledger(store, source, quiet)
+        assert study(store, "own") == 1  # the connection that failed holds no lock
+    assert not rows(empty)["metric"]
+
+
+def test_an_import_keeps_nobody_from_writing_the_source(full: Path, tmp_path: Path) -> None:
+    def write(_: str) -> None:
+        with Store.open(full) as other:
+            said.append(study(other, f"later {len(said)}"))
+
+    said: list[int] = []
+    with Store.open(tmp_path / "empty.db") as store, Store.open(full) as source:
+        with whole_ledger._copying(store, source, quiet) as (copy, _):
+            copy.table(Base.metadata.tables["study"])
+            write("")
+            assert copy.table(Base.metadata.tables["arm"]) == 4  # those of the snapshot
+        assert said == [3]
+
+
+def test_a_ledger_that_imports_itself_stays_as_it_is(full: Path) -> None:
+    before = rows(full)
+    with Store.open(full) as store, Store.open(full) as source:
+        assert not any(whole_ledger.import_ledger(store, source, quiet).values())
+    assert rows(full) == before
 
 
 def test_an_import_that_fails_leaves_nothing(full: Path, empty: str) -> None:

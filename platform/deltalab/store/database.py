@@ -179,6 +179,11 @@ def _is_unchanging(url: URL) -> bool:
     return not log.exists() or log.stat().st_size == 0
 
 
+def may_attach(url: URL) -> bool:
+    """Returns whether another SQLite ledger's connection can read the database by its path alone."""
+    return url.get_backend_name() == "sqlite" and "uri" not in url.query and not _is_unchanging(url)
+
+
 def _open_unchanging(url: URL) -> sqlite3.Connection:
     """Opens a file that nobody can change: SQLite would else make files beside it, for locks and its log."""
     uri = f"file:{quote(str(Path(str(url.database)).absolute()))}?immutable=1"

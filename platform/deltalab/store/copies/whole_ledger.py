@@ -1,18 +1,22 @@
 """Copies a whole ledger from one database to another, and compacts a database. A copy that fails changes nothing."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import (
+    URL,
     Connection,
+    CursorResult,
     Double,
     ForeignKey,
     Integer,
     Row,
+    Select,
     String,
     Table,
     UniqueConstraint,
@@ -23,7 +27,7 @@ from sqlalchemy import (
     tuple_,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DataError
+from sqlalchemy.exc import DataError, IntegrityError
 
 from deltalab.errors import InputError
 from deltalab.store import database
@@ -33,6 +37,10 @@ from deltalab.store.models import TRANSIENT, ArmTrial, Base, RuleVersion, Study,
 ROWS_AT_ONCE = 5000
 KEYS_AT_ONCE = 300
 """The number of keys in one statement. Databases limit how many values a statement may have."""
+PARENTS_AT_ONCE = 1000
+"""The number of rows whose plain rows are copied in one statement, between two reports."""
+ATTACHED = "source"
+"""The name of an attached ledger in statements."""
 SAY_SECONDS = 5.0
 PLAIN = {Integer: "integer", String: "text", Double: "double precision"}
 """Types of columns, each with its name in PostgreSQL. SQLite and PostgreSQL give and take their values unchanged."""
@@ -97,8 +105,7 @@ def import_ledger(store: Store, source: Store, say: Say) -> dict[str, int]:
     Raises:
         InputError: A database cannot be read or written.
     """
-    with _reading(source) as reader, _writing(store, writes=True) as writer:
-        copy = _Copy(reader, writer, say)
+    with _copying(store, source, say) as (copy, writer):
         counts = {table.name: copy.table(table) for table in Base.metadata.sorted_tables if table.name not in TRANSIENT}
         if writer.dialect.name == "postgresql":  # otherwise it plans for the old sizes until autovacuum
             writer.exec_driver_sql(f"ANALYZE {', '.join(counts)}")
@@ -164,57 +171,91 @@ def _writing(store: Store, **options: Any) -> Iterator[Connection]:
         yield connection
 
 
+@contextmanager
+def _copying(store: Store, source: Store, say: Say) -> Iterator[tuple["_Copy", Connection]]:
+    """Opens a copy from one snapshot of `source` to `store`, in one transaction, with the connection that writes."""
+    url = source._engine.url
+    if store._engine.name != "sqlite" or not database.may_attach(url):
+        with _reading(source) as reader, _writing(store, writes=True) as writer:
+            yield _Copy(reader, writer, say), writer
+        return
+    with _writing(store, writes=True) as writer:
+        writer.detach()  # the pool is to have no connection with another file
+        # Until SQLite has read the schema of a file, it finds a table without the name of its file in another one.
+        writer.execution_options(schema_translate_map={None: "main"})
+        with database.input_errors(url):
+            writer.exec_driver_sql(f"ATTACH ? AS {ATTACHED}", (str(url.database),))
+        yield _Attached(writer, url, say), writer
+
+
 class _Copy:
     """Copies tables. A table is copied after the tables to which its rows refer.
 
     Attributes:
         _ids: table -> the id of a row in the source -> the id of the same row in the target.
         _new: table -> the ids of the rows that the copy added to the target.
+        _where: Where a statement finds the source's tables, as options of its execution.
     """
+
+    _where: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, reader: Connection, writer: Connection, say: Say) -> None:
         self._reader, self._writer, self._say = reader, writer, say
+        self._source = reader.engine.url
         self._ids: dict[str, dict[int, int]] = {}
         self._new: dict[str, set[int]] = {}
 
     def table(self, table: Table) -> int:
         """Copies a table's rows, and returns how many are new."""
-        before, total = (
-            connection.scalar(select(func.count()).select_from(table)) or 0
-            for connection in (self._writer, self._reader)
-        )
-        largest_id, read_rows, said_at = 0, 0, time.monotonic()
+        before = self._writer.scalar(select(func.count()).select_from(table)) or 0
+        largest_id = 0
         if "id" in table.c:
             self._ids[table.name], self._new[table.name] = {}, set()
             largest_id = self._writer.scalar(select(func.max(table.c.id))) or 0
-        is_plain = "id" not in table.c and all(type(column.type) in PLAIN for column in table.c)
-        insert = (
-            self._insert_plain(table)
-            if is_plain
-            else partial(self._insert, table, before=before, largest_id=largest_id)
-        )
-        rows = self._reader.execution_options(yield_per=ROWS_AT_ONCE).execute(
-            select(table).order_by(*table.primary_key.columns)
-        )
-        for part in rows.partitions(ROWS_AT_ONCE):
-            try:
-                insert(part)
-            except DataError as error:  # such as a number that PostgreSQL's integers do not hold
-                reason = " ".join(str(error.orig).split())
-                raise InputError(
-                    f"{database.display_url(self._writer.engine.url)}: table {table.name}: {reason}"
-                ) from None
-            read_rows += len(part)
-            if time.monotonic() - said_at > SAY_SECONDS:
-                said_at = time.monotonic()
-                self._say(f"{table.name}: {read_rows:,} of {total:,} rows")
-        if "id" in table.c and read_rows and self._writer.dialect.name == "postgresql":
+        try:
+            if "id" not in table.c and all(type(column.type) in PLAIN for column in table.c):
+                self._copy_plain(table)
+            else:
+                self._copy_rows(table, partial(self._insert, table, before=before, largest_id=largest_id))
+        except (DataError, IntegrityError) as error:
+            # Such as a number that PostgreSQL's integers do not hold; or a row without a value, as no ledger has one.
+            where, what = (
+                (self._writer.engine.url, "") if isinstance(error, DataError) else (self._source, "is damaged: ")
+            )
+            reason = " ".join(str(error.orig).split())
+            raise InputError(f"{database.display_url(where)}: {what}table {table.name}: {reason}") from None
+        if self._ids.get(table.name) and self._writer.dialect.name == "postgresql":
             name = f"pg_get_serial_sequence('{table.name}', 'id')"
             self._writer.exec_driver_sql(f"SELECT setval({name}, (SELECT max(id) FROM {table.name}))")
         return (self._writer.scalar(select(func.count()).select_from(table)) or 0) - before
 
+    def _copy_rows(self, table: Table, insert: Callable[[Sequence[Row[Any]]], None]) -> None:
+        """Reads a table's rows, and has `insert` add them part by part."""
+        read_rows, said_at = 0, time.monotonic()
+        total = self._read(select(func.count()).select_from(table)).scalar() or 0
+        for part in self._parts(self._read(select(table).order_by(*table.primary_key.columns), yield_per=ROWS_AT_ONCE)):
+            insert(part)
+            read_rows += len(part)
+            if time.monotonic() - said_at > SAY_SECONDS:
+                said_at = time.monotonic()
+                self._say(f"{table.name}: {read_rows:,} of {total:,} rows")
+
+    def _read(self, statement: Select[Any], **options: Any) -> CursorResult[Any]:
+        """Begins to read in the source."""
+        with database.input_errors(self._source):
+            return self._reader.execute(statement, execution_options={**self._where, **options})
+
+    def _parts(self, rows: CursorResult[Any]) -> Iterator[Sequence[Row[Any]]]:
+        """Reads rows part by part. What cannot be read is damaged in the source."""
+        with database.input_errors(self._source):
+            yield from rows.partitions(ROWS_AT_ONCE)
+
+    def _copy_plain(self, table: Table) -> None:
+        """Copies rows of numbers and text quickly. Most rows of a ledger are metrics."""
+        self._copy_rows(table, self._insert_plain(table))
+
     def _insert_plain(self, table: Table) -> Callable[[Sequence[Row[Any]]], None]:
-        """Returns a function that quickly inserts rows of numbers and text. Most rows of a ledger are metrics."""
+        """Returns a function that inserts rows of numbers and text."""
         names = ", ".join(table.c.keys())
         arrays = ", ".join(f"%s::{PLAIN[type(column.type)]}[]" for column in table.c)
         source, by_column = f"SELECT * FROM unnest({arrays})", self._writer.dialect.name == "postgresql"
@@ -239,10 +280,13 @@ class _Copy:
         try:
             return self._ids[parent][number]
         except KeyError:
-            raise InputError(
-                f"{database.display_url(self._reader.engine.url)}: is damaged: a row of table {table.name} refers to "
-                f"{parent} {number}, which there is not"
-            ) from None
+            raise self._refers_to_nothing(table, parent, number) from None
+
+    def _refers_to_nothing(self, table: Table, parent: str, number: int) -> InputError:
+        return InputError(
+            f"{database.display_url(self._source)}: is damaged: a row of table {table.name} refers to "
+            f"{parent} {number}, which there is not"
+        )
 
     def _insert(self, table: Table, part: Sequence[Row[Any]], before: int, largest_id: int) -> None:
         """Inserts the rows that the table lacks. `before` and `largest_id` are its rows and largest id so far."""
@@ -286,6 +330,51 @@ class _Copy:
     def _of_new(self, table: Table, row: Values) -> bool:
         """Returns whether the row refers to a row that the copy added."""
         return any(row[key.parent.name] in self._new[key.column.table.name] for key in table.foreign_keys)
+
+
+class _Attached(_Copy):
+    """Copies tables from a file of SQLite to another one, where SQLite itself copies the plain rows."""
+
+    _where = MappingProxyType({"schema_translate_map": {None: ATTACHED}})
+
+    def __init__(self, writer: Connection, source: URL, say: Say) -> None:
+        super().__init__(writer, writer, say)
+        self._source = source
+
+    def _copy_plain(self, table: Table) -> None:
+        [key] = table.foreign_keys
+        column, parent = key.parent.name, key.column.table.name
+        ids = sorted(self._ids[parent].items())
+        self._writer.exec_driver_sql("CREATE TABLE temp.same (old INTEGER PRIMARY KEY, new INTEGER)")
+        if ids:
+            self._writer.exec_driver_sql("INSERT INTO temp.same VALUES (?, ?)", ids)
+        self._check_plain(table, column, parent)
+        names = table.c.keys()
+        values = ", ".join("new" if name == column else name for name in names)
+        said_at = time.monotonic()
+        for start in range(0, len(ids), PARENTS_AT_ONCE):
+            part = ids[start : start + PARENTS_AT_ONCE]
+            self._writer.exec_driver_sql(
+                f"INSERT INTO main.{table.name} ({', '.join(names)}) SELECT {values} FROM temp.same "
+                f"JOIN {ATTACHED}.{table.name} ON {column} = old WHERE old BETWEEN ? AND ? ON CONFLICT DO NOTHING",
+                (part[0][0], part[-1][0]),
+            )
+            if time.monotonic() - said_at > SAY_SECONDS:
+                said_at = time.monotonic()
+                self._say(f"{table.name}: those of {start + len(part):,} of {len(ids):,} rows of {parent}")
+        self._writer.exec_driver_sql("DROP TABLE temp.same")
+
+    def _check_plain(self, table: Table, column: str, parent: str) -> None:
+        """Raises `InputError` for a row that refers to nothing, and for a text that cannot be read."""
+        orphan = (
+            f"SELECT {column} FROM {ATTACHED}.{table.name} WHERE {column} NOT IN (SELECT old FROM temp.same) LIMIT 1"
+        )
+        texts = ", ".join(one.name for one in table.c if isinstance(one.type, String))
+        with database.input_errors(self._source):
+            for number in self._writer.exec_driver_sql(orphan).scalars():
+                raise self._refers_to_nothing(table, parent, number)
+            for _ in self._writer.exec_driver_sql(f"SELECT DISTINCT {texts} FROM {ATTACHED}.{table.name}"):
+                pass  # reads each text
 
 
 def _natural(table: Table) -> list[str]:
