@@ -18,7 +18,7 @@ from deltalab.store.studies import queue
 from deltalab.study.running import sharing
 from deltalab.study.running.activity import DriverActivity
 from deltalab.study.running.progress_bars import ProgressBars
-from deltalab.study.running.run import arm_records, run_study_file
+from deltalab.study.running.run import arm_records, provenance, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.running.sharing import DriverWatch, JoinedStacks, Sharing, weights_folder
 from deltalab.study.workers.jobs import Lost
@@ -72,6 +72,9 @@ def test_joining_what_nobody_runs_is_refused_in_one_line(lab: Path, monkeypatch:
     with pytest.raises(InputError, match=r"deltalab.db: no such database"):
         run_study_file(file, executor="inline", join=True)
     run_study_file(file, executor="inline")
+    with Store.open(lab / "deltalab.db") as store:
+        begin_again(store, file)
+        store.finish_study(1, "interrupted")
     with pytest.raises(InputError, match=r"--join: nobody runs study 's'; without --join this command does$"):
         run_study_file(file, executor="inline", join=True)
 
@@ -86,6 +89,46 @@ def test_joining_what_nobody_runs_is_refused_in_one_line(lab: Path, monkeypatch:
     executed.wait = wait
     run_study_file(write(lab / "t.yaml", **{**TEN, "seeds": 3}), executor="inline")
     assert tried
+
+
+def begin_again(store: Store, file: Path) -> None:
+    plan = planned(file)
+    store.begin_study(
+        "s", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan), provenance(plan, {})
+    )
+
+
+def test_joining_a_study_that_has_ended_says_so_and_has_its_result(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executed = Executed(monkeypatch)
+    file = write(lab / "s.yaml", **TEN)
+    first = run_study_file(file, executor="inline")
+    executed.by.clear()
+    joined = run_study_file(file, executor="inline", join=True)
+    assert (joined.state, joined.trials, joined.known, executed.by) == ("done", 10, 10, [])
+    assert repr(joined.report.tables) == repr(first.report.tables)
+    assert "study 's': has ended; nothing is left to take part in" in caplog.text
+
+
+def test_a_study_that_ends_while_a_driver_that_joins_waits_for_its_heartbeat_has_ended(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(lab / "s.yaml", **TEN)
+    run_study_file(file, executor="inline")
+    with Store.open(lab / "deltalab.db") as store:
+        begin_again(store, file)
+        monkeypatch.setattr(drivers, "lives", lambda driver: None)  # as of a driver on another machine
+        waits: list[float] = []
+
+        def end(seconds: float) -> None:
+            waits.append(seconds)
+            store.finish_study(1, "done")
+
+        monkeypatch.setattr(sharing.time, "sleep", end)
+        assert run_study_file(file, executor="inline", join=True).state == "done"
+    assert len(waits) == 1
+    assert "has ended" in caplog.text
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
 from deltalab.store.copies.backup import Backups
 from deltalab.store.database import without_password
-from deltalab.store.models import StudyState
+from deltalab.store.models import Study, StudyState
 from deltalab.store.studies.shelf import keep_best
 from deltalab.study.planning import warm_starts
 from deltalab.study.planning.further_looks import as_further_look
@@ -356,7 +356,11 @@ def _take_part(
 
     If that driver has died, returns the folder or the URL of its weights, so that this driver goes on there.
     """
-    driver, lives = driver_of(store, plan)
+    found = driver_of(store, plan)
+    if isinstance(found, Study):  # Its driver may have ended it while this one started.
+        _log.warning(f"study '{plan.spec.name}': has ended; nothing is left to take part in")
+        return _taken_part(plan, store, found.id, delivered=0)
+    driver, lives = found
     runs = weights_folder(storage, driver)
     if not lives:
         _log.warning(f"study '{plan.spec.name}': its driver {driver.where} is gone; this one goes on in its place")
@@ -370,21 +374,26 @@ def _take_part(
     if joined.gone:
         _log.warning(f"study '{plan.spec.name}': its driver {driver.where} is gone; this one goes on in its place")
         return runs
-    state = store.study(driver.study_id).state
+    return _taken_part(plan, store, driver.study_id, delivered=joined.delivered)
+
+
+def _taken_part(plan: Plan, store: Store, study_id: int, *, delivered: int) -> StudyResult:
+    """Returns the result of a study that another driver has ended, and for which this one ran `delivered` trials."""
+    state = store.study(study_id).state
     if state == "interrupted":
         _log.warning(f"study '{plan.spec.name}': its driver was told to stop; `deltalab study run` goes on with it")
-    trials = {row.key: row.state for row in store.trials(driver.study_id)}
+    trials = {row.key: row.state for row in store.trials(study_id)}
     ended = [trial for trial in trials.values() if trial != "infeasible"]
     return StudyResult(
-        driver.study_id,
+        study_id,
         plan.spec.name,
         state=state,
         trials=len(ended),
-        known=len(ended) - joined.delivered,
+        known=len(ended) - delivered,
         failed=ended.count("failed"),
         infeasible=len(trials) - len(ended),
         missing={},
-        report=report(store, driver.study_id),
+        report=report(store, study_id),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Self
 
 from deltalab.errors import InputError
 from deltalab.store import Heartbeat, Store, TrialRecord, drivers
-from deltalab.store.models import Driver, Stage
+from deltalab.store.models import Driver, Stage, Study
 from deltalab.store.process import Process
 from deltalab.store.studies import queue
 from deltalab.study.planning.plan import Plan
@@ -33,6 +33,8 @@ _log = logging.getLogger("deltalab")
 
 POLL_SECONDS = 1.0
 """Seconds between two looks at the queue."""
+ENDED = ("done", "failed")
+"""The states of a study in which no trial is missing."""
 
 
 class DriverWatch:
@@ -353,14 +355,14 @@ class JoinedProgressBars(ProgressBars):
         self._joined.advanced(stack, step)
 
 
-def driver_of(store: Store, plan: Plan) -> tuple[Driver, bool]:
-    """Returns the driver that holds a plan's study, and whether it lives.
+def driver_of(store: Store, plan: Plan) -> tuple[Driver, bool] | Study:
+    """Returns the driver that holds a plan's study, and whether it lives; the study if it has ended.
 
     If this process cannot see the driver's process, it waits until the counter of the driver's heartbeat moves, or has
     stood still for too long.
 
     Raises:
-        InputError: Nobody holds the study, or it runs with other settings.
+        InputError: Nobody holds the study and it has not ended, or it runs with other settings.
     """
     watched, first = DriverWatch(), None
     while True:
@@ -379,6 +381,8 @@ def driver_of(store: Store, plan: Plan) -> tuple[Driver, bool]:
         raise InputError(
             f"--join: study '{name}' runs, but with other settings, rules or data than {plan.study_file} here"
         )
+    if study is not None and study.state in ENDED:
+        return study
     raise InputError(f"--join: nobody runs study '{name}'; without --join this command does")
 
 
