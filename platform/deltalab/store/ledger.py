@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shlex
 import threading
 import time
 import uuid
@@ -181,8 +182,10 @@ class Store(Ledger):
         if not self._drove:
             raise LedgerGone(f"{path}: was deleted, moved or replaced while it was open")
         kept = self._file.keep(next(iter(self._claims.values()), None))
+        folder = "" if path.parent.is_dir() else f"mkdir -p {shlex.quote(str(path.parent))} && "
+        command = f"{folder}deltalab db import {shlex.quote(str(kept))} --db {shlex.quote(str(path))}"
         self._gone = LedgerGone(
-            f"{path}: was deleted, moved or replaced while the study ran; `deltalab db import {kept} --db {path}` "
+            f"{path}: was deleted, moved or replaced while the study ran; `{command}` "
             "brings back all that it held, and the same command then goes on"
         )
         self._engine = database.connect(database.address(kept))

@@ -1,6 +1,9 @@
 """A ledger whose file is deleted, moved or replaced while a study runs: the driver keeps it, says so, and fails."""
 
+import re
+import shlex
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +77,33 @@ def lose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Deed, int
         monkeypatch.setattr(Schedule, "finished", then)
 
     return after
+
+
+def test_a_ledger_whose_folder_is_removed_comes_back_by_the_command_that_is_told(
+    lose: Callable[[Deed, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it held lies in the temporary folder then, and the command makes the folder again."""
+    folder, elsewhere = tmp_path / "a lab", tmp_path / "temporary"
+    folder.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    lose(lambda _: shutil.rmtree(folder), 2)
+    given = {"db": folder / "lab.db", "executor": "inline", "unchecked": True, "storage": str(tmp_path / "runs")}
+    with pytest.raises(LedgerGone) as told:
+        run_study_file(write(tmp_path / "s.yaml", resources={"stack": 1}), **given)
+    assert told.value.exit_code == 1
+    assert "\n" not in str(told.value)
+    kept = elsewhere / "lab.db.kept"
+    said = re.search("`(.*)`", str(told.value))
+    assert said is not None
+    words = shlex.split(said[1])
+    assert words == ["mkdir", "-p", str(folder), "&&", "deltalab", "db", "import", str(kept), "--db", str(given["db"])]
+    folder.mkdir()
+    monkeypatch.setattr("sys.argv", words[words.index("deltalab") :])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert ledger(folder / "lab.db") == ledger(kept)
 
 
 @pytest.mark.parametrize(
