@@ -186,6 +186,26 @@ def test_a_function_is_asked_as_a_program_is(lab: Path, monkeypatch: pytest.Monk
     assert asked.next(0, [{"values": POINT, "scores": {"accuracy@mqar": 0.5}}], []) == POINT
 
 
+@pytest.mark.parametrize("form", ["mine:propose", "random:propose", "{python} mine.py"])
+def test_a_file_of_the_working_folder_takes_no_librarys_place(
+    form: str, lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the file that is named. One beside it is found where no library has its name."""
+    for name in ("json", "random", "torch", "yaml", "sitecustomize", "usercustomize"):
+        (lab / f"{name}.py").write_text(f"open({str(lab / 'ran')!r}, 'a').write({name!r})")
+    (lab / "besides.py").write_text(f"VALUES = {POINT!r}")
+    named = lab / ("random.py" if form.startswith("random") else "mine.py")
+    named.write_text("import besides, random, yaml\ndef propose(request):\n    random.random\n    yaml.safe_load\n"
+                     "    return {'proposals': [{'values': besides.VALUES}]}\n")  # fmt: skip
+    if "python" in form:  # whose folder Python itself puts first: what it imports lies in another one
+        (lab / "other").mkdir()
+        code = f"import json, random, yaml\nprint(json.dumps({{'proposals': [{{'values': {POINT!r}}}]}}))"
+        (lab / "other" / "mine.py").write_text(code)
+        form = f"{sys.executable} {lab / 'other' / 'mine.py'}"
+    assert proposer(lab, form).next(0, [], []) == POINT
+    assert not (lab / "ran").exists()
+
+
 def test_children_are_points_of_the_space_and_new() -> None:
     space = Searching.model_validate(STUDY["search"])
     knobs = {path: knob.model_dump(mode="json") for path, knob in space.searched.items()}
@@ -239,6 +259,20 @@ def test_a_program_of_a_file_runs_where_its_folder_is_trusted(lab: Path, monkeyp
     trust.record(lab)
     assert run_study_file(file, db=lab / "lab.db", executor="inline", unchecked=True).state == "done"
     assert (lab / "ran").exists()
+
+
+def test_a_function_of_a_working_folder_that_is_not_trusted_does_not_run(
+    lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(lab / "config"))
+    monkeypatch.setenv("DELTALAB_TRUST", str(lab / "studies"))
+    (lab / "studies").mkdir()
+    file = lab / "studies" / "s.yaml"
+    file.write_text(json.dumps(study(proposals="mine:propose")))
+    (lab / "mine.py").write_text(f"open({str(lab / 'ran')!r}, 'w')")
+    with pytest.raises(InputError, match=r"mine\.py: search\.proposals 'mine:propose' runs it"):
+        run_study_file(file, db=lab / "lab.db", executor="inline")
+    assert not (lab / "ran").exists()
 
 
 def test_evolution_waits_for_the_first_result(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from deltalab.study.running.sharing import (
 )
 from deltalab.study.running.slurm.options import read_options, require_slurm
 from deltalab.study.running.weights_at_url import interrupted_stacks, make_worker, runs_at
+from deltalab.study.searching.proposers import own_file
 from deltalab.study.specs.overrides import Overrides
 from deltalab.study.specs.sections.budget import EVOLUTION
 from deltalab.study.workers.jobs import Job, Lost
@@ -281,6 +282,8 @@ def require_runnable(plan: Plan, settings: RunSettings) -> None:
             file = None  # The study is a mapping, which the caller wrote.
         if file is not None:
             trust.require(file, "its search.proposals runs a program")
+        if (own := own_file(plan.spec.search.proposals)) is not None:
+            trust.require(own, f"search.proposals '{plan.spec.search.proposals}' runs it")
     gpu, here = plan.spec.resources.gpu, settings.address is None and settings.executor != "slurm"
     for arm in plan.arms:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"

@@ -12,6 +12,7 @@ place, which is then drawn at random.
 
 import hashlib
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from deltalab.authoring.quarantine import quarantined
@@ -41,6 +43,9 @@ WANTED = 8
 """How many proposals one request asks a program for. `evolution` breeds one at a time, which knows all results."""
 MOST_FAILURES = 3
 """After so many requests in a row without a proposal that can train, the program is asked no more."""
+
+FUNCTION = re.compile(r"[\w.]+:\w+")
+"""A program that is a function, `module:name`."""
 
 _log = logging.getLogger("deltalab")
 
@@ -169,9 +174,9 @@ class Proposer:
 def _printed(command: str, request: str) -> str:
     """Runs a program in a process group of its own, and returns what it printed."""
     words = shlex.split(command)
-    if re.fullmatch(r"[\w.]+:\w+", command):
+    if FUNCTION.fullmatch(command):
         words = [sys.executable, "-P", "-m", __spec__.name, command]
-    path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
+    path = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory(prefix="deltalab-propose-", ignore_cleanup_errors=True) as folder:
         asked, told, errors = (Path(folder) / name for name in ("request.json", "answer.json", "errors.txt"))
         asked.write_text(request, encoding="utf-8")
@@ -210,12 +215,34 @@ def _limited() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
 
 
+def own_file(program: str) -> Path | None:
+    """Returns the file of the working folder that runs first for a program `module:name`; None if there is none."""
+    if not FUNCTION.fullmatch(program):
+        return None
+    top = Path.cwd() / program.partition(":")[0].partition(".")[0]
+    return next((file for file in (top.with_suffix(".py"), top / "__init__.py") if file.is_file()), None)
+
+
+def _imported(module: str) -> ModuleType:
+    """Imports a module, which is a file of the working folder also where a library has its name."""
+    file = Path.cwd() / f"{module}.py"
+    if not file.is_file():
+        return importlib.import_module(module)
+    spec = importlib.util.spec_from_file_location(f"proposals of {module}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    own = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    return own
+
+
 def _main(entry: str) -> None:
     """Answers a request by the function `module:name`, whose own output goes to stderr."""
     module, _, name = entry.partition(":")
     request, printed = json.load(sys.stdin), os.dup(1)
     os.dup2(2, 1)
-    function: Callable[[Mapping[str, Any]], Mapping[str, Any]] = getattr(importlib.import_module(module), name)
+    sys.path.append(os.getcwd())  # after all others: random.py there is nobody's standard library
+    function: Callable[[Mapping[str, Any]], Mapping[str, Any]] = getattr(_imported(module), name)
     answer = json.dumps(function(request))
     sys.stdout.flush()
     with os.fdopen(printed, "w", encoding="utf-8") as out:
