@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import deltalab_dashboard
 from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.store import ArmRecord, RuleRecord, Store, TrialRecord, database
-from deltalab.store.trainings import add_evaluations, curves, measured, record, trainings
+from deltalab.store.trainings import add_evaluations, curves, measured, record, require_run, trainings
 from deltalab.study.reports.lines import training_cells
 from deltalab.study.reports.report import report
 
@@ -130,6 +131,20 @@ def test_what_is_no_run_is_one_line(store: Store, tmp_path: Path) -> None:
     refused(r"metrics\.jsonl:10: is no metric: ValueError")
     (tmp_path / "run" / "run.json").write_text("{")
     refused(r"run\.json: is not JSON")
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "deep", "long"])
+def test_a_hostile_run_is_one_line_and_takes_no_time(what: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    if what == "pipe":
+        os.mkfifo(file)
+    elif what == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text("[" * 10**6 if what == "deep" else " " * (2**24 + 1))
+    with pytest.raises(InputError, match=r"run\.json: (cannot be read|is not JSON)") as told:
+        require_run(tmp_path)
+    assert "\n" not in str(told.value)
 
 
 def test_a_study_shows_its_own_trainings_alone(store: Store, tmp_path: Path) -> None:

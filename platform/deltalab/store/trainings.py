@@ -14,6 +14,7 @@ from sqlalchemy import delete, func, insert, or_, select, tuple_
 from sqlalchemy.orm import Session
 
 from deltalab.errors import InputError
+from deltalab.reading import MOST_JSON, read_text
 from deltalab.store.ledger import Store
 from deltalab.store.models import Arm, ArmTrial, Study, Training, TrainingComparison, TrainingMetric, Trial
 from deltalab.store.outage import waited
@@ -334,10 +335,12 @@ def _comparisons(rows: Sequence[Mapping[str, Any]]) -> list[Values]:
 def _json(file: Path) -> dict[str, Any]:
     """Reads a file in a run's folder that holds a JSON object."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file, most=MOST_JSON))
     except OSError as error:
         raise InputError(f"{file.parent}: is no run of `deltalab train`: {file.name}: {error.strerror}") from None
-    except ValueError as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise InputError(f"{file}: is no JSON object")
