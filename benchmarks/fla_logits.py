@@ -129,6 +129,13 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 64, "expand_v": 0.5},
         "LogLinearMamba2", {"head_dim": 32, "state_size": 64},
     ),
+    "mamba3": (
+        {
+            "rule": {"name": "mamba3@published", "a": "rate", "theta": {"shared_angular_velocity": {"pairs": 8}}},
+            "block": "mamba", "key_dim": 16, "expand_v": 2.0, "heads": 4,
+        },
+        "Mamba3", {"head_dim": 32, "state_size": 16, "n_groups": 2},
+    ),
     "mesa_net": ({}, "MesaNet", {"head_dim": 32, "num_heads": 2, "use_output_gate": True}),
     "latent_attention": (
         {
@@ -316,7 +323,7 @@ def fla_model(fla: Any, case: str) -> Any:
     """Makes FLA's model of a case."""
     _, kind, options = CASES[case]
     torch.manual_seed(0)
-    sizes = {name: value for name, value in THEIRS.items() if "Mamba2" not in kind or name != "intermediate_size"}
+    sizes = {name: value for name, value in THEIRS.items() if "Mamba" not in kind or name != "intermediate_size"}
     model = getattr(fla, f"{kind}ForCausalLM")(getattr(fla, f"{kind}Config")(**{**sizes, **options}))
     shaken(model, 3)
     for name, value in model.named_parameters():

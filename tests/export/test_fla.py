@@ -55,6 +55,9 @@ OURS: dict[str, dict[str, Any]] = {
         "output_gate": "silu_before_norm",
     },
     "mamba2, published": {"rule": "mamba2@published", "block": "mamba"},
+    "mamba3": {
+        "rule": {"name": "mamba3@published", "a": "rate"}, "block": "mamba", "key_dim": 8, "expand_v": 2.0,
+    },
     "lightnet": {
         "rule": "lightnet", "output_norm": "rms_all", "output_gate": "silu", "gate_rank": 3, "norm_eps": 1e-6,
     },
@@ -267,6 +270,20 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
             {"rule": "mamba2@published", "block": "mamba", "layers": 2, "attention": [1]},
             "FLA's mamba2 takes no layers of attention; layer 1 is",
         ),
+        ({"rule": "mamba3@published", "block": "mamba"}, "no equal of mamba3.a heavy_tailed_rate.*=rate`"),
+        ({"rule": "mamba3", "block": "mamba"}, "no equal of model.qk_norm false; add `--set model.qk_norm=true`"),
+        (
+            {"rule": {"name": "mamba3@published", "a": "rate"}, "block": "mamba", "key_dim": 16},
+            r"an even number of pairs, .*the 16 channels of a key, .*pairs=2.* does not; it needs pairs: 4 or 8$",
+        ),
+        (
+            {"rule": {"name": "mamba3@published", "a": "rate"}, "block": "mamba", "key_dim": 12},
+            "FLA's mamba3 takes keys and values of a power of 2, not 12 and 12 channels; give model.key_dim",
+        ),
+        (
+            {"rule": {"name": "mamba3@published", "a": "rate", "theta": "angular_velocity"}, "block": "mamba"},
+            "no equal of mamba3.theta angular_velocity.*=shared_angular_velocity`",
+        ),
         ({"rule": {"name": "mesa_net@published", "ridge": 1}}, "no equal of mesa_net.ridge const.*=channel_ridge`"),
         ({"rule": "mesa_net@published", "expand_v": 2}, "FLA's mesa_net has values as wide as keys: 16 is not 8"),
         ({"rule": "mesa_net@published", "conv": 0}, "FLA's mesa_net has no equal of model.conv 0; add `--set model.co"),
@@ -322,6 +339,7 @@ def test_mesa_net_goes_to_fla_while_its_convolution_leaves_v_as_it_is(tmp_path: 
     ("options", "message"),
     [
         ({"model_type": "llama"}, "unknown model_type with an equal here 'llama'"),
+        ({"model_type": "rwkv7"}, "config.json: model_type 'rwkv7' has no equal here: FLA's blocks have LayerNorm, "),
         ({"clamp_min": -1.0}, "option 'clamp_min' -1.0 has no equal here; only None has"),
         ({"feature_map": "relu"}, "option 'feature_map' 'relu' has no equal here"),
         ({"share_conv_kernel": True}, r"option 'share_conv_kernel' \(True\) has no equal here"),

@@ -44,10 +44,13 @@ CHUNKED = 160
 """The tokens that FLA reads in chunks, in bf16."""
 STEPS = 16 if GPU else 2
 """The tokens that are decoded one by one from a cache."""
-WITHIN = {"forgetting_attention": 2e-3, "log_linear_mamba2": 2e-3, "mesa_net": 5e-3} if GPU else {}
+WITHIN = {"forgetting_attention": 2e-3, "log_linear_mamba2": 2e-3, "mamba3": 2e-2, "mesa_net": 5e-3} if GPU else {}
 """The errors of logits in fp32 that are allowed beyond 2e-5. FLA's kernel of FoX is off by 8e-4 on an H100. That of
 log-linear attention, which FLA has in chunks alone, multiplies in TF32, and is off by 8e-4 on an H200. MesaNet rounds
-q and k to 16 bits, and adds 1e-5 in each step of its solver: 1.3e-3 by FLA's naive form on a CPU."""
+q and k to 16 bits, and adds 1e-5 in each step of its solver: 1.3e-3 by FLA's naive form on a CPU. Mamba-3's kernels
+round their inputs to bf16."""
+ON_A_GPU = {"log_linear_mamba2", "mamba3"}
+"""The models whose layers FLA runs on a GPU alone."""
 IN_FP32 = {"log_linear_mamba2"}
 """The models whose chunks FLA computes in fp32 alone: under autocast its kernel multiplies fp32 by bf16, which Triton
 does not compile."""
@@ -96,7 +99,7 @@ def fla() -> Iterator[ModuleType]:
 )
 def pair(fla: ModuleType, request: pytest.FixtureRequest) -> Pair:
     case, way = request.param
-    if case == "log_linear_mamba2" and not GPU:
+    if case in ON_A_GPU and not GPU:
         pytest.skip("FLA's layer runs on a GPU alone")
     ours, theirs = models.WAYS[way](fla, case)
     exact = type(ours)(ours.spec).double()
@@ -125,7 +128,11 @@ def runnable() -> Iterator[None]:
             "'NoneType' object has no attribute 'type'",
             "does not support float32",
         )
-        of_gpu = ("produces incorrect results for gated chunk_bwd_dqkwg",)
+        of_gpu = (
+            "produces incorrect results for gated chunk_bwd_dqkwg",
+            "Mamba-3 SISO kernels are unavailable",
+            "Mamba-3 decode kernels are not available",
+        )
         if not any(reason in str(error) for reason in (of_gpu if GPU else of_cpu)):
             raise
         pytest.skip(f"FLA refuses this GPU: {error}" if GPU else f"FLA's kernel needs a GPU: {error}")
@@ -211,9 +218,12 @@ def gradients(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     loss_of(logits, tokens).backward()
     weights = model.state_dict()
     names = ["qkv.weight", "qkv.down.weight", "qkv.kv.weight", "out.weight"]
-    if "mamba2" in model.spec.make_rule().name or "log_linear" in model.spec.make_rule().name:
+    if model.spec.make_rule().name in ("mamba2", "mamba3", "log_linear_attention"):
         # They share a matrix of FLA with q, k and v.
-        names += ["gate.weight", "gates.project.g.weight", "gates.project.strength.weight"]
+        names += [
+            "gate.weight",
+            *(name.removeprefix("blocks.0.mixer.") for name in weights if ".0.mixer.gates.project" in name),
+        ]
     taken = {"embed.weight", *(f"blocks.0.mixer.{name}" for name in names)} & weights.keys()
 
     def moved(of_taken: Callable[[str], Tensor], factor: float = 1) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from deltalab.export.fla.delta_forms import (
 )
 from deltalab.export.fla.layer_form import Form, Part, needs, same
 from deltalab.export.fla.linear_forms import GLA, HGRN, HGRN2, LIGHTNET, LINEAR_ATTENTION, RETNET
-from deltalab.export.fla.mamba_forms import LOG_LINEAR_MAMBA2, MAMBA2
+from deltalab.export.fla.mamba_forms import LOG_LINEAR_MAMBA2, MAMBA2, MAMBA3
 from deltalab.export.fla.ridge_forms import MESA_NET
 from deltalab.export.fla.slot_forms import ABC, GSA, RAVEN
 from deltalab.models.block import swiglu_width
@@ -35,7 +35,7 @@ from deltalab.models.spec import ModelSpec
 FORMS = (
     GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED, PRECONDITIONED_KDA,
     GLA, RETNET, HGRN, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, GSA, RAVEN, MAMBA2, LOG_LINEAR_MAMBA2,
-    MESA_NET, FORGETTING, TRANSFORMER, LATENT,
+    MAMBA3, MESA_NET, FORGETTING, TRANSFORMER, LATENT,
 )  # fmt: skip
 """All forms. If a rule has several forms, they are tried in this order."""
 
@@ -44,14 +44,16 @@ WHY_NOT = {
     "gated_deltanet2": "FLA has this layer, and no model of it",
     "hgrn": "FLA's HGRN is real, ours is complex as in its paper; rule min_gru is FLA's",
     "mamba": "FLA's Mamba has a step for each channel of the model, and no heads",
-    "mamba3": "FLA's Mamba-3 runs by kernels of the package mamba_ssm, to which no conversion has been held",
+    "mamba3_mimo": "FLA's MIMO gates each rank by its own learned factors, and its skip is mixed by ranks, too",
     "mom": "FLA's router belongs to the layer, ours to each head",
     "momentum_deltanet": "FLA has this layer, and no model of it",
     "path_attention": "FLA's beta has a bias, ours none, and its convolution leaves out q, k and v",
     "rebased": "FLA has this layer, and no model of it",
     "rodimus": "FLA's gates read a short convolution of twice the model's width, which is also a residual",
-    "rwkv6": "FLA's blocks have LayerNorm, a squared-ReLU MLP and token shifts that depend on the input",
-    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP, a bonus for the token and the first layer's v",
+    "rwkv6": "FLA's blocks have LayerNorm, a gated squared-ReLU MLP with token shift, and token shifts that depend on "
+    "the input",
+    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP with token shift, a bonus for the token and a gated "
+    "share of the first layer's v",
     "sgla": "FLA has this layer (simple GLA), and no model of it",
 }
 """The reason that no model of FLA computes a rule, by rule. A rule with neither form nor reason is not in FLA 0.6."""
@@ -231,6 +233,8 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
     """The form of a `config.json` of FLA, and our model that equals it."""
     forms = {form.model_type: form for form in reversed(FORMS)}
     if config.get("model_type") not in forms:
+        if reason := WHY_NOT.get(str(config.get("model_type"))):
+            raise InputError(f"{file}: model_type '{config['model_type']}' has no equal here: {reason}")
         raise unknown("model_type with an equal here", config.get("model_type"), sorted(forms), where=str(file))
     form = forms[config["model_type"]]
     options = {**SHARED, **form.options}
