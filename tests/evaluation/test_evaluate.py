@@ -305,6 +305,43 @@ def test_a_model_of_another_tokenizer_or_nowhere_is_one_line(
     assert "nowhere: no such folder; a model of the Hub is named ORG/NAME" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("model.safetensors", r"cannot be loaded: Error while deserializing header"),
+        ("tokenizer*.json", r"has no tokenizer: by its files a text has no tokens$"),
+    ],
+)
+def test_a_model_of_broken_files_is_one_line(
+    platform: Callable[..., int], gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str,
+    message: str,
+) -> None:  # fmt: skip
+    other = tmp_path / "other"
+    shutil.copytree(gpt2, other, ignore=shutil.ignore_patterns("evaluations.json", "items"))
+    for file in other.glob(broken):
+        if file.suffix == ".json":
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:100])
+    assert platform("eval", other, "--suite", "ruler/fwe", "--lengths", 800, "--limit", 1) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"^error: .*other: {message}", error)
+    assert not (other / "evaluations.json").exists()
+
+
+def test_a_broken_file_of_evaluations_is_found_before_anything_is_measured(
+    platform: Callable[..., int], gpt2: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    other = tmp_path / "other"
+    shutil.copytree(gpt2, other, ignore=shutil.ignore_patterns("evaluations.json", "items"))
+    (other / "evaluations.json").write_text("[1")
+    monkeypatch.setattr(evaluating, "evaluate", lambda *_, **__: pytest.fail("measures"))
+    assert platform("eval", other, "--tasks", "loss", "--data", data, "--length", LENGTH) == 2
+    assert capsys.readouterr().err.endswith("evaluations.json: is no file of evaluations; move it away\n")
+    assert (other / "evaluations.json").read_text() == "[1"
+
+
 def test_what_a_folder_cannot_be_asked_is_left_out_with_its_reason(
     platform: Callable[..., int], tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

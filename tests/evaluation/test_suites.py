@@ -25,7 +25,7 @@ from deltalab.evaluation.suites.greedy import continuations
 from deltalab.evaluation.suites.measure import SuiteOptions, means, measure
 from deltalab.evaluation.suites.ruler_needles import Needles
 from deltalab.evaluation.suites.ruler_words import hotpot_documents, squad_documents
-from deltalab.evaluation.suites.suite import chosen, load_suite, suite_names
+from deltalab.evaluation.suites.suite import chosen, lengths_of, load_suite, suite_names
 from deltalab.evaluation.suites.words import different_words
 from deltalab.export.recipe import paper_recipe
 from deltalab.export.source import Source
@@ -319,6 +319,80 @@ def test_what_does_not_fit_or_is_not_there_is_left_out_with_its_reason(folder: P
     assert left_out["ruler/qa_1"] == "it needs dev-v2.0.json: give --files DIR with it"
     [mean] = [result for result in results if result.task == "ruler"]
     assert (mean.metric, mean.examples) == (f"mean_of_{len(results) - 1}@1500", len(results) - 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "content", "message"),
+    [
+        ("qa_1", "dev-v2.0.json", b"{", r"dev-v2\.0\.json: is no JSON: Expecting property name"),
+        ("qa_1", "dev-v2.0.json", b'{"data": [{}]}', "does not have the form of the dev-v2.0.json .* 'paragraphs'"),
+        ("qa_2", "hotpot_dev_distractor_v1.json", b'{"a": 1}', "does not have the form of the hotpot_dev"),
+        ("qa_2", "hotpot_dev_distractor_v1.json", b"\xff", r"v1\.json: cannot be read: 'utf-8' codec"),
+        ("niah_single_2", "essays/0.txt", b"\xff\xfe", r"0\.txt: cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_broken_file_of_ruler_is_named_before_anything_is_asked(
+    folder: Path, tmp_path: Path, task: str, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with open_model(str(folder)) as found, pytest.raises(InputError, match=f"^[^\n]*{message}[^\n]*$"):
+        measuring.require(
+            found, ["ruler/niah_single_1", f"ruler/{task}"], SuiteOptions(harness=HarnessOptions(files=tmp_path))
+        )
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "message"),
+    [
+        ("pairs", {"text": "a", "key": "k"}, "a row has no field 'value'; it has text, key"),
+        ("pairs", {"text": "a", "key": "k", "value": None}, "field 'value' of a row must be a text, not None"),
+        ("pairs", {"text": "a", "key": "", "value": "vv"}, "field 'key' of a row must be a text of a letter or more"),
+        (
+            "question",
+            {"context": "a", "question": "b", "answers": "hat"},
+            "field 'answers' of a row must be a list of texts",
+        ),
+        (
+            "question",
+            {"context": "a", "question": "b", "answers": [1]},
+            "field 'answers' of a row must be a list of texts",
+        ),
+        ("question", {"context": 3, "question": "b", "answers": ["hat"]}, "field 'context' of a row must be a text"),
+    ],
+)
+def test_a_row_of_recall_without_text_is_one_line(form: str, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^here: {message}"):
+        prompt_of(row, form)
+
+
+def test_a_length_that_is_named_twice_is_asked_once() -> None:
+    assert lengths_of(load_suite("ruler"), [800, 900, 800]) == (800, 900)
+
+
+def test_recall_needs_room_beside_the_answer(folder: Path, files: Path) -> None:
+    for length, problem in ((50, "50 tokens are too few for recall, which keeps 50"), (51, None)):
+        options = SuiteOptions(lengths=[length], harness=HarnessOptions(files=files))
+        with open_model(str(folder)) as found:
+            if problem is None:
+                assert measuring.require(found, ["recall"], options)
+                continue
+            with pytest.raises(InputError, match=f"^--lengths: {problem}"):
+                measuring.require(found, ["recall"], options)
+
+
+def test_a_prompt_beyond_a_models_positions_is_one_line(folder: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64)).save_pretrained(
+        tmp_path
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    with open_model(str(tmp_path)) as found:
+        assert continuations(found, ["a" * 50], 4, label="here") != []
+        with pytest.raises(InputError, match=r"cannot read 104 tokens \(.*\): give a smaller --lengths$"):
+            continuations(found, ["a" * 100], 4, label="here")
 
 
 def test_words_do_not_run_out() -> None:

@@ -140,6 +140,7 @@ def evaluate(
     from deltalab.evaluation.harness import HarnessOptions
     from deltalab.evaluation.items import FOLDER, ItemFiles
     from deltalab.evaluation.model_folder import open_model
+    from deltalab.evaluation.results import require_readable
     from deltalab.evaluation.suites.measure import SuiteOptions, measure, require
 
     if split not in SPLITS:
@@ -161,6 +162,7 @@ def evaluate(
         first = folders[models[0]]
         asked = {}
         for model, folder in folders.items():
+            require_readable(_place(model, folder))
             packed_data = evaluating.packed_for(folder, data, first)
             # All models are measured on sequences of the same length, or they would share no item.
             tokens = length or first.length or folder.length

@@ -163,6 +163,8 @@ def harness(
             raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
+            if folder.tokenizer.eos_token_id is None:  # the harness passes None where it stops and where it begins
+                reason += f"; the tokenizer of {folder.named} names no end-of-text token, which it may need"
             raise InputError(f"lm-evaluation-harness: {type(error).__name__}: {reason}") from error
         yield name, _results(folder, report)
 

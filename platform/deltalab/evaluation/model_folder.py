@@ -74,13 +74,14 @@ class ModelFolder:
             InputError: If transformers is missing or cannot load the model.
         """
         try:
+            from safetensors import SafetensorError
             from transformers import AutoModelForCausalLM
         except ImportError:
             raise NotInstalled("evaluation needs transformers", "'deltalab[hf]'") from None
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         try:
             model = AutoModelForCausalLM.from_pretrained(self.path, trust_remote_code=self.trusted, dtype=dtype)
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             trust = "; --trust-remote-code runs the model's own code" if "trust_remote_code" in reason else ""
             raise InputError(f"{self.named}: cannot be loaded: {reason:.300}{trust}") from None
@@ -98,9 +99,13 @@ class ModelFolder:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trusted)
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trusted)
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"{self.named}: has no tokenizer: {' '.join(str(error).split()):.300}") from None
+        # Without files, transformers makes an empty tokenizer, by which every text has 0 tokens.
+        if not tokenizer("the", add_special_tokens=False)["input_ids"]:
+            raise InputError(f"{self.named}: has no tokenizer: by its files a text has no tokens")
+        return tokenizer
 
     @property
     def has_tokenizer(self) -> bool:
@@ -128,7 +133,7 @@ class ModelFolder:
         with torch.no_grad():
             # A model of transformers may not know how to keep some logits.
             kept = {} if self.foreign else {"logits_to_keep": keep}
-            with self._positions(tokens.shape[1]):
+            with self.positions(tokens.shape[1]):
                 logits: torch.Tensor = self.model(tokens.to(self.device), use_cache=False, **kept).logits
         return logits[:, -keep:].float()
 
@@ -147,7 +152,7 @@ class ModelFolder:
         # What a model's own configuration says of sampling and penalties must not enter.
         greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
         greedy |= dict.fromkeys(("temperature", "top_p", "top_k"))
-        with torch.no_grad(), self._positions(tokens.shape[1] + count):
+        with torch.no_grad(), self.positions(tokens.shape[1] + count):
             out: torch.Tensor = self.model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
@@ -158,12 +163,17 @@ class ModelFolder:
         return out[:, tokens.shape[1] :]
 
     @contextmanager
-    def _positions(self, length: int) -> Iterator[None]:
-        """Raises `InputError` if a model with a vector for each position has too few of them for `length` tokens."""
+    def positions(self, length: int, *, option: str = "--length") -> Iterator[None]:
+        """Raises `InputError` if a model with a vector for each position has too few of them for `length` tokens.
+
+        Args:
+            length: The tokens.
+            option: The option that says how many they are.
+        """
         try:
             yield
         except IndexError as error:
-            raise InputError(f"{self.named}: cannot read {length} tokens ({error}): give a smaller --length") from None
+            raise InputError(f"{self.named}: cannot read {length} tokens ({error}): give a smaller {option}") from None
 
     def release(self) -> None:
         """Lets go of the loaded model, whose memory another one needs."""

@@ -119,6 +119,11 @@ def write(
     return file
 
 
+def require_readable(directory: Path) -> None:
+    """Raises `InputError` if a folder has an `evaluations.json` that is not a file of results; it may have none."""
+    _read(directory / FILE)
+
+
 def _read(file: Path) -> dict[str, Any]:
     """The content of an `evaluations.json`, with empty lists for what it lacks."""
     content: dict[str, Any] = {"evaluations": [], "comparisons": [], "compared_in": []}

@@ -44,7 +44,7 @@ def rows(name: str, split: str, files: Path | None) -> Iterator[Mapping[str, Any
     try:
         yield from datasets.load_dataset(str(folder or name), split=split)
     except Exception as error:  # datasets raises whatever its readers raise
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{folder or name}: cannot be read: {reason:.300}; --files DIR reads a copy") from None
 
 
@@ -52,15 +52,32 @@ def essays(files: Path) -> str:
     """Returns the texts of the folder `essays` of a folder of files, one after another.
 
     Raises:
-        InputError: If the folder has no text.
+        InputError: If the folder has no text, or a file of it is none in UTF-8.
     """
-    texts = [file.read_text(encoding="utf-8") for file in sorted((files / "essays").glob("*.txt"))]
+    texts = [_text(file) for file in sorted((files / "essays").glob("*.txt"))]
     if not texts:
         raise InputError(f"{files / 'essays'}: holds no *.txt")
     return "\n".join(texts)
 
 
 def json_file(name: str, files: Path | None) -> Any:
-    """Returns the content of a JSON file; None if the folder of files does not hold it."""
+    """Returns the content of a JSON file; None if the folder of files does not hold it.
+
+    Raises:
+        InputError: If the file is no JSON.
+    """
     file = None if files is None else files / name
-    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
+    if file is None or not file.is_file():
+        return None
+    text = _text(file)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{file}: is no JSON: {error}") from None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from None

@@ -85,7 +85,7 @@ def _continued(folder: ModelFolder, prompts: Sequence[list[int]], tokens: int, s
         return torch.tensor([stop in text for text in texts(rows)], device=rows.device)
 
     pad = folder.tokenizer.pad_token_id
-    with torch.no_grad():
+    with torch.no_grad(), folder.positions(width + tokens, option="--lengths"):
         rows = folder.model.generate(
             ids.to(folder.device),
             attention_mask=mask.to(folder.device),

@@ -118,8 +118,11 @@ def require(
         for task in tasks:
             if suite.asked_by == "harness":
                 copy_of(task.needs[0], options.harness.files)
+            elif suite.asked_by == "ruler":
+                ruler.require_files(task.needs, options.harness.files)
             elif suite.asked_by == "recall":
                 for length in lengths:
+                    recall.require_room(length)
                     copy_of(_recalled(task, length), options.harness.files)
     return suites
 

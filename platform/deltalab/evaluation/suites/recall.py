@@ -65,15 +65,19 @@ def prompts(
         where: Names the data set in messages.
 
     Raises:
-        InputError: If a row lacks a field.
+        InputError: If a row lacks a field, or a field does not hold text.
     """
     for row in rows:
-        try:
-            prompt = _prompt(row, form, coder, length, twice)
-        except KeyError as error:
-            raise InputError(f"{where}: a row has no field {error}; it has {', '.join(row)}") from None
+        _check(row, form, twice, where)
+        prompt = _prompt(row, form, coder, length, twice)
         if prompt is not None:
             yield prompt
+
+
+def require_room(length: int) -> None:
+    """Raises `InputError` if the tokens of a text leave none beside those that are kept for the answer."""
+    if length <= RESERVE:
+        raise InputError(f"--lengths: {length} tokens are too few for recall, which keeps {RESERVE} for the answer")
 
 
 def contains(prompt: Prompt, continuation: str) -> float:
@@ -98,6 +102,24 @@ def window(text: str, anchors: Sequence[str], coder: Coder, tokens: int) -> str:
     place = len(coder.encode(text[: min(found)])) if found else len(ids)
     begin = max(0, place - tokens // 2)
     return coder.decode(ids[begin : begin + tokens])
+
+
+def _check(row: Mapping[str, Any], form: str, twice: bool, where: str) -> None:
+    """Raises `InputError` if a row lacks a field that its prompt is made of, or if the field does not hold text."""
+    field, anchors = FIELDS[form]
+    asked = {"pairs": (), "completion": ("question", "context") if twice else (), "question": ("question",)}[form]
+    twice_asked = ("orig_question",) if twice and form == "question" else ()
+    for name in (field, *anchors, *asked, *twice_asked):
+        if name not in row:
+            raise InputError(f"{where}: a row has no field '{name}'; it has {', '.join(row)}")
+        value, kind = row[name], "a text"
+        texts: list[Any] = [value]
+        if name == "answers":
+            kind, texts = "a list of texts", list(value) if isinstance(value, list | tuple) else [None]
+        elif name == "key":
+            kind, texts = "a text of a letter or more", [value or None]
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError(f"{where}: field '{name}' of a row must be {kind}, not {value!r:.100}")
 
 
 def _prompt(row: Mapping[str, Any], form: str, coder: Coder, length: int, twice: bool) -> Prompt | None:

@@ -19,6 +19,7 @@ from deltalab.evaluation.suites.datasets import essays, json_file
 from deltalab.evaluation.suites.ruler_needles import Needles
 from deltalab.evaluation.suites.ruler_words import (
     CommonWords,
+    Documents,
     FrequentWords,
     Variables,
     hotpot_documents,
@@ -132,10 +133,10 @@ class Sources:
         if kind == "frequent_words":
             return FrequentWords(length)
         (file,) = needs
-        content = json_file(file, self.files)
-        if content is None:
+        documents = documents_of(file, self.files)
+        if documents is None:
             raise InputError(f"it needs {file}: give --files DIR with it")
-        return READERS[file](content)
+        return documents
 
     def _variables(self, hops: int, length: int) -> Variables:
         most, lines = min(EXAMPLE_TOKENS, length // 4), hops + 1
@@ -143,6 +144,41 @@ class Sources:
         while self.tokens(Variables(hops, lines + 1).example(draw)) <= most:
             lines += 1
         return Variables(hops, lines)
+
+
+def documents_of(name: str, files: Path | None) -> Documents | None:
+    """Returns the documents and questions of a file of `READERS`; None if the folder of files does not hold it.
+
+    Raises:
+        InputError: If the file is no JSON, or not of its form.
+    """
+    content = json_file(name, files)
+    if files is None or content is None:
+        return None
+    try:
+        return READERS[name](content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(
+            f"{files / name}: does not have the form of the {name} that its authors give: {reason}"
+        ) from None
+
+
+def require_files(needs: Sequence[str], files: Path | None) -> None:
+    """Checks that what a folder of files holds for a task can be read; it may lack what the task needs.
+
+    Args:
+        needs: What the task needs.
+        files: The folder; None if there is none.
+
+    Raises:
+        InputError: If a file cannot be read.
+    """
+    for name in needs:
+        if name in READERS:
+            documents_of(name, files)
+        elif files is not None and (files / name).is_dir():
+            essays(files)
 
 
 def questions(

@@ -117,7 +117,7 @@ def lengths_of(suite: Suite, given: Sequence[int]) -> tuple[int, ...]:
     """
     if given and not suite.lengths:
         raise InputError(f"--lengths: suite '{suite.name}' has no lengths; recall, recall_twice and ruler have")
-    return tuple(given) or suite.lengths
+    return tuple(dict.fromkeys(given)) or suite.lengths
 
 
 def _task(name: str, about: dict[str, Any]) -> SuiteTask:
