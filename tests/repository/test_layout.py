@@ -1,5 +1,7 @@
 """The repository's shape, where a mistake gives no error: a folder `platform` beside a module `platform`."""
 
+import ast
+import lzma
 import os
 import re
 import subprocess
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.support.folders import ROOT
+
+from deltalab.store.database import address, migrate
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -86,6 +90,8 @@ for module in {modules!r}:
 
 import deltalab
 from tests.support.folders import ROOT
+
+from deltalab.store.database import address, migrate
 from deltalab.models.spec import ModelSpec
 from deltalab.training.train import TrainSpec, train
 
@@ -141,6 +147,51 @@ import deltalab.study.reports.report
 print(sorted({"torch", "optuna", "sklearn", "scipy.stats", "pandas"} & set(sys.modules)))
 """)
     assert out.strip() == "[]", "these take longer to load than the report takes"
+
+
+def test_a_command_that_reads_a_study_loads_no_torch(tmp_path: Path) -> None:
+    """A report says in what arms differ from their published form: the first one asks the rules, which import torch."""
+    packed = ROOT / "benchmarks" / "ledgers" / "proxies.db.xz"
+    ledger = tmp_path / "lab.db"
+    ledger.write_bytes(lzma.decompress(packed.read_bytes()))
+    migrate(address(ledger))
+    heavy = [
+        "torch",
+        "transformers",
+        "ray",
+        "optuna",
+        "sklearn",
+        "scipy.stats",
+        "pandas",
+        "pyarrow",
+        "streamlit",
+        "altair",
+    ]
+
+    def loaded(*words: str) -> list[str]:
+        code = f"""
+import sys
+from contextlib import redirect_stdout
+from deltalab.cli.app import main
+
+sys.argv = ["deltalab", *{words!r}, "--db", {str(ledger)!r}]
+with redirect_stdout(sys.stderr):
+    try:
+        main()
+    except SystemExit as done:
+        assert not done.code
+print(sorted(set({heavy!r}) & set(sys.modules)))
+"""
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+        assert found.returncode == 0, found.stderr
+        return list(ast.literal_eval(found.stdout))
+
+    first = loaded("study", "report", "1", "--markdown")
+    assert "torch" in first, "what the rules say of these arms was kept nowhere"
+    for form in ([], ["--json"], ["--csv"], ["--html"]):
+        assert loaded("study", "report", "1", *form) == []
+    assert loaded("study", "list") == loaded("study", "trace", "1") == []
 
 
 def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -14,9 +13,6 @@ from deltalab.rule import UpdateRule
 
 PRESET = "published"
 """The only preset."""
-
-MOST_NAMED = 3
-"""The most settings that `preset_text` names for an arm."""
 
 OF_THE_STUDY = ("heads", "key_dim", "expand_v")
 """The settings of a layer that a preset leaves as they are, because they are sizes."""
@@ -98,31 +94,6 @@ def differences(config: Mapping[str, Any]) -> list[str] | None:
     authors = ModelSpec.of({**config["model"], **wanted})
     knobs = [key for key, value in authors.make_rule().spec().items() if spec.make_rule().spec()[key] != value]
     return knobs + [f"model.{key}" for key in wanted if key != "rule" and _value(spec, key) != _value(authors, key)]
-
-
-def preset_text(configs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Says which arms are as their authors publish them, and in what the others differ; empty if no rule has a preset.
-
-    Args:
-        configs: A configuration of each arm, with every setting spelled out.
-    """
-    apart: dict[str, list[str]] = {}
-    for arm, config in configs.items():
-        # An older version may have recorded a setting that this one refuses.
-        with suppress(InputError, KeyError):
-            if (settings_apart := differences(config)) is not None:
-                apart[arm] = settings_apart
-    same = [arm for arm, settings_apart in apart.items() if not settings_apart]
-    others = (
-        f"{arm} in {', '.join(found[:MOST_NAMED])}{f' and {len(found) - MOST_NAMED} more' * (len(found) > MOST_NAMED)}"
-        for arm, found in apart.items()
-        if found
-    )
-    parts = [
-        f"As published: {', '.join(same)}." if same else "",
-        f"Not as published: {listed}." if (listed := "; ".join(others)) else "",
-    ]
-    return " ".join(filter(None, parts))
 
 
 def _published(name: str) -> Mapping[str, Any]:

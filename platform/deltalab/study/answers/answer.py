@@ -11,6 +11,7 @@ from deltalab.store import Arm, Store, Study, TrialRow
 from deltalab.store.models import Stage
 from deltalab.store.trainings import TrainingRow, trainings
 from deltalab.study.answers.ladder_trends import TaskLadder, ladders
+from deltalab.study.answers.presets import preset_text
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.remarks import answer_notes, infeasible_notes, other_reference
 from deltalab.study.answers.rows import TaskTable
@@ -191,7 +192,7 @@ def answer(
             against=against,
             has_metrics=any(table.metrics for table in tables),
             has_headline=headline is not None,
-            presets="" if ledger.spec.is_search else _presets(trials),
+            presets="" if ledger.spec.is_search else preset_text({trial.arm: trial.config for trial in trials}),
         ),
         trainings(store, study),
         climbed,
@@ -239,12 +240,6 @@ def _warnings(study: Study, arms: Sequence[Arm], against: str | None) -> Iterato
 def _failure(study: Study, trial: TrialRow) -> Failure:
     name = recorded_trial_name(study.spec, trial.arm, trial.stage, trial.number)
     return Failure(trial.arm, trial.task, trial.stage, trial.number, trial.key, _exception(trial.error), name)
-
-
-def _presets(trials: Sequence[TrialRow]) -> str:
-    from deltalab.models.published import preset_text  # This module imports torch, which takes a second.
-
-    return preset_text({trial.arm: trial.config for trial in trials})
 
 
 def _discovery(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from deltalab.authoring import verdict
 from deltalab.authoring.module_checks import unstackable
 from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters_text
-from deltalab.models.published import preset_text
 from deltalab.own_module import OwnModule
+from deltalab.study.answers.presets import preset_text
 from deltalab.study.forecast.figures import ArmCost, from_to
 from deltalab.study.forecast.step_time import Training
 from deltalab.study.planning.plan import Plan
