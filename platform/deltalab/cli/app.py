@@ -236,7 +236,7 @@ def study_report(
 
     if as_json + csv + markdown + html > 1:
         raise InputError("--json, --csv, --markdown and --html: give one of them")
-    with Store.open(db, create=False) as store:
+    with _nothing_is_garbage(), Store.open(db, create=False) as store:
         study_row = find_study(store, study_name or latest_study(store), profile, settings)
         comparison = report(store, study_row.id, against=against)
         running = study_progress(store, [study_row.id]).get(study_row.id)
@@ -375,9 +375,10 @@ app.command("eval")(evaluate)
 
 @contextmanager
 def _nothing_is_garbage() -> Iterator[None]:
-    """Has what a block imports passed over by the garbage collector, in the block and from then on.
+    """Has what a block imports or reads passed over by the garbage collector, in the block and from then on.
 
-    It all stays, and to look through it again and again takes a sixth of the time.
+    It all stays. To look through it again and again takes a sixth of the time of an import, and a third of that of a
+    report of 20,000 trials.
     """
     gc.disable()
     try:

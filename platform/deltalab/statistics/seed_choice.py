@@ -66,6 +66,7 @@ class Scores:
     block: int | None = None
     results: dict[str, dict[int, float]] = field(init=False)
     _worst: dict[tuple[str, int], float] = field(init=False, repr=False, default_factory=dict)
+    _read: dict[tuple[str, int], NDArray[np.float64]] = field(init=False, repr=False, default_factory=dict)
     _kept_weights: dict[str, NDArray[np.float64]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,14 +107,17 @@ class Scores:
 
     def sample(self, arm: str, seeds: Sequence[int]) -> Sample:
         """Returns an arm's runs of some seeds. Runs that did not finish have the worst scores of their seed."""
-        numbers = self.numbers(arm)
-        validation, test = np.empty((len(seeds), len(numbers))), np.empty((len(seeds), len(numbers)))
-        for i, seed in enumerate(seeds):
-            for c, number in enumerate(numbers):
-                run = self._finished(arm, number, seed)
-                validation[i, c] = run.validation if run else self.worst(seed, "validation")
-                test[i, c] = run.test if run else self.worst(seed)
-        return Sample(validation, test, self.maximize, self.block)
+        for seed in seeds:
+            if (arm, seed) not in self._read:
+                self._read[arm, seed] = self._scores_of(arm, seed)
+        scores = np.array([self._read[arm, seed] for seed in seeds]).reshape(len(seeds), 2, len(self.numbers(arm)))
+        return Sample(scores[:, 0], scores[:, 1], self.maximize, self.block)
+
+    def _scores_of(self, arm: str, seed: int) -> NDArray[np.float64]:
+        """The scores of an arm's candidates with a seed on validation and on test, [2, C]."""
+        runs = [self._finished(arm, number, seed) for number in self.numbers(arm)]
+        validation = [run.validation if run else self.worst(seed, "validation") for run in runs]
+        return np.array([validation, [run.test if run else self.worst(seed) for run in runs]])
 
     def _finished(self, arm: str, number: int, seed: int) -> Run | None:
         """A run; None if it did not finish."""

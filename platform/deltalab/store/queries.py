@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from sqlalchemy import (
@@ -210,11 +211,12 @@ class Ledger:
         )
         groups = [rows] if keys is None else [rows.where(Trial.key.in_(group)) for group in _groups(keys)]
         with self._reading() as session:
-            trial_rows = [row for group in groups for row in session.execute(group).all()]
+            # By the connection: the session's rows of columns take half as long again.
+            trial_rows = [row for group in groups for row in session.connection().execute(group)]
             states: dict[int, dict[int, RunState]] = {}
             for ids in _groups(row[5] for row in trial_rows):
                 runs = select(Run.trial_id, Run.seed, Run.state).where(Run.trial_id.in_(ids)).order_by(Run.seed)
-                for trial_id, seed, state in session.execute(runs).all():
+                for trial_id, seed, state in session.connection().execute(runs):
                     states.setdefault(trial_id, {})[seed] = state
         return [
             TrialRow(
@@ -281,13 +283,9 @@ class Ledger:
                 if group is not None:
                     parameters["keys"] = group
                 query = RUNS_OF_STUDY.format(among="" if group is None else " AND trial.key IN :keys")
-                for row in last_values(session, query, metrics, parameters):
-                    values_of.setdefault(row[0], []).append(tuple(row[1:]))
-        return [
-            FinalMetric(run.arm, run.task, run.stage, run.trial, run.seed, run.state, *last)
-            for run in runs
-            for last in sorted(values_of.get(run.id, ()))
-        ]
+                for run_id, split, name, step, value in last_values(session, query, metrics, parameters):
+                    values_of.setdefault(run_id, []).append((split, name, step, value))
+        return [FinalMetric._make(run[:-1] + last) for run in runs for last in sorted(values_of.get(run.id, ()))]
 
     @waited
     def measured(self, study_id: int) -> list[tuple[Stage, str, str, str]]:
@@ -412,8 +410,8 @@ def _runs(
     if task is not None:
         rows = rows.where(Trial.task == task)
     groups = [rows] if keys is None else [rows.where(Trial.key.in_(group)) for group in _groups(keys)]
-    run_rows = [row for group in groups for row in session.execute(group).all()]
-    run_rows.sort(key=lambda row: (row.position, row.task, row.key, row.seed))
+    run_rows = [row for group in groups for row in session.connection().execute(group)]
+    run_rows.sort(key=itemgetter(7, 1, 3, 4))
     return [_Run._make(row[:-1]) for row in run_rows]
 
 

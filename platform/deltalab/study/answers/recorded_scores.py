@@ -1,6 +1,7 @@
 """Reads a study's scores from the ledger: those of every run of its trials, at the last step."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
@@ -78,9 +79,17 @@ class RecordedScores:
         For a candidate of a search, this is the trial at the last rung of successive halving that it reached.
         """
         task = self.compared[task].trained if task in self.compared else task
-        trials = [trial for trial in self.trials if (trial.arm, trial.task, trial.stage) == (arm, task, stage)]
+        trials = self._by_place.get((arm, task, stage), [])
         fidelity = self.spec.fidelity
-        return _at_last_rungs(trials, fidelity) if fidelity and stage == "tune" else trials
+        return _at_last_rungs(trials, fidelity) if fidelity and stage == "tune" else [*trials]
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, str, Stage], list[TrialRow]]:
+        """The trials of each arm on each task in each stage."""
+        by_place: dict[tuple[str, str, Stage], list[TrialRow]] = {}
+        for trial in self.trials:
+            by_place.setdefault((trial.arm, trial.task, trial.stage), []).append(trial)
+        return by_place
 
     def best_on_validation(self, trials: Sequence[TrialRow], task: RecordedTask) -> TrialRow | None:
         """Returns the trial with the best mean validation score; None if no trial finished all its runs.
@@ -156,7 +165,7 @@ class RecordedScores:
             failed[arm.name] = {trial.number for trial in trials if trial.state == "failed"}
             trained = sorted({seed for trial in trials for seed in trial.runs})
             parts = self.spec.trained_in_parts(is_base=arm.is_base)
-            reached = max((sum(t.number == trial.number for t in trials) for trial in trials), default=0)
+            reached = max(Counter(trial.number for trial in trials).values(), default=0)
             first = self.spec.first_seed
             planned = range(first, first + parts[min(reached, len(parts)) - 1]) if trained else range(0)
             if self.spec.has_engine:  # seeds end in any order
