@@ -20,6 +20,7 @@ from deltalab.study.reports.study_diff import SettingDiff, Side, StudyDiff, arm_
 from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab.study.specs.setting_text import setting_text
 from deltalab_dashboard import cache, colors, downloads
+from deltalab_dashboard.charts.legend import Lines, beside_legends, legend_columns
 from deltalab_dashboard.charts.task_table import verdict_text
 from deltalab_dashboard.frame import STUDY, ledger
 from deltalab_dashboard.text import badge, label, plain
@@ -28,6 +29,8 @@ from deltalab_dashboard.text import badge, label, plain
 POINTS = 200
 # The most arms whose curves are drawn before the reader picks arms.
 ARMS = 5
+# The height of the lines in pixels, without their legends.
+HEIGHT = 320
 # The dashes of the sides' lines, in order.
 DASHES = ([1, 0], [6, 4], [2, 3], [10, 3, 2, 3], [12, 4], [4, 2, 1, 2])
 STUDIES_OR_ARMS = ["studies", "arms"]
@@ -295,7 +298,7 @@ def curves(store: Store, tasks: Sequence[str], sides: Sequence[Choice], *, bands
     description = f"{title}, by step, of {' and '.join(side.name for side in sides)}"
     name = f"{' '.join(side.study.name for side in sides)} curves"
     figure = overlay(points, sides, title, bands=bands)
-    downloads.chart(figure, name, rows=points, description=description, height=460)
+    downloads.chart(figure, name, rows=points, description=description)
     band = "; a band is its 95% interval" if bands else ""
     st.caption(f"A line is the mean over seeds of an arm's tuned candidate{band}.")
 
@@ -333,9 +336,7 @@ def mean_curves(
         }
 
 
-def overlay(
-    points: pd.DataFrame, sides: Sequence[Choice], title: str, *, bands: bool
-) -> alt.LayerChart | alt.FacetChart:
+def overlay(points: pd.DataFrame, sides: Sequence[Choice], title: str, *, bands: bool) -> Lines:
     """Draws a line for each arm on each side, with a band if `bands`.
 
     Dashes tell the sides apart. Colours tell the arms of studies apart, or the sides if single arms are compared.
@@ -343,14 +344,16 @@ def overlay(
     names = [side.name for side in sides]
     if sides[0].arm:
         color = alt.Color("which:N", scale=alt.Scale(domain=names, range=[colors.BETTER, colors.WORSE]), sort=None)
+        legend = names
     else:
         arms = list(dict.fromkeys(arm for side in sides for arm in side.side.arms))
         color_of = colors.arm_colors(arms, sides[0].base, highlighted=list(points["arm"].unique()))
         drawn = [arm for arm in arms if arm in set(points["arm"])]
         color = alt.Color("arm:N", scale=alt.Scale(domain=drawn, range=[color_of[arm] for arm in drawn]), sort=None)
+        legend = drawn
     base = alt.Chart(points).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=10), scale=alt.Scale(nice=False)),
-        color=color.legend(orient="bottom", title=None, labelLimit=0, columns=4),
+        color=color.legend(orient="bottom", title=None, labelLimit=0, columns=legend_columns(legend)),
         detail=["which:N", "arm:N"],
     )
     band = base.mark_area(opacity=0.15).encode(
@@ -358,9 +361,13 @@ def overlay(
     )
     dash = alt.Scale(domain=names, range=list(DASHES[: len(names)]))
     line = base.mark_line(strokeWidth=2.5, point=points["step"].nunique() == 1).encode(
-        y="mean:Q",
+        y=alt.Y("mean:Q", title=title, scale=alt.Scale(zero=False)),
         strokeDash=alt.StrokeDash(
-            "which:N", scale=dash, sort=None, legend=alt.Legend(orient="bottom", title=None, labelLimit=0, columns=1)
+            # Above the chart: two legends side by side would be wider than a phone.
+            "which:N",
+            scale=dash,
+            sort=None,
+            legend=alt.Legend(orient="top", title=None, labelLimit=0, columns=1),
         ),
         tooltip=[
             "which:N",
@@ -370,7 +377,7 @@ def overlay(
             *(alt.Tooltip(f"{n}:Q", format=".4f") for n in ("mean", "low", "high")),
         ],
     )
-    return alt.layer(*([band] if bands else []), line)
+    return beside_legends(alt.layer(*([band] if bands else []), line), HEIGHT)
 
 
 def _partner(labels: dict[str, ListedStudy], first: str) -> str:

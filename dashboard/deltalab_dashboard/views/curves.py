@@ -1,6 +1,6 @@
 """The page Curves: the mean curve of each arm with its interval, over steps, tokens, time, operations or length."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import altair as alt
@@ -13,6 +13,7 @@ from deltalab.store.models import Stage
 from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab_dashboard import colors, downloads
 from deltalab_dashboard.charts.curve_lines import AXES, Curves, DrawnRun, curve_points, lengths, mean_points
+from deltalab_dashboard.charts.legend import beside_legends, legend_columns
 from deltalab_dashboard.frame import show
 from deltalab_dashboard.text import plain
 
@@ -28,12 +29,10 @@ PILLS = 20
 FEW = 10
 # The name of the selection that a click in the legend makes. It is not "switch", since Vega reserves that word.
 SWITCH = "clicked"
+# The height of the lines in pixels, without the legend.
+HEIGHT = 360
 # The least distance of two names at the ends of lines, as a share of the range of the means.
 APART = 0.045
-# About how many pixels a letter of a name is wide.
-LETTER = 7
-# About how many pixels the axis takes beside the legend, and how many a chart in a file has.
-AXIS, WIDE = 70, 800
 # A description of the runs whose mean a thick line shows, for each stage.
 RUNS: dict[Stage, str] = {
     "confirm": "the run that each seed chose on validation, as in the report",
@@ -104,7 +103,6 @@ def page(store: Store, study: Study) -> None:
         f"{study.name} {name} {metric} {split} over {axis}",
         rows=means,
         description=f"{title}, over {AXES[axis]}: a line with a band for each of {', '.join(drawn)}",
-        height=520,
         key=f"curves {' '.join(drawn)}",  # A new key for other arms makes the chart forget the last click.
         on_select=lambda: switch(f"curves {' '.join(drawn)}", drawn),
         selection_mode=SWITCH,
@@ -267,7 +265,8 @@ def curve_chart(
     )
     click = alt.selection_point(name=SWITCH, fields=["arm"], bind="legend", toggle="true")
     # The dashes of runs and of arms have scales of their own.
-    return alt.layer(*layers).resolve_scale(strokeDash="independent").add_params(click, downloads.zoom())
+    figure = alt.layer(*layers).resolve_scale(strokeDash="independent").add_params(click, downloads.zoom())
+    return beside_legends(figure, HEIGHT)
 
 
 def line_ends(means: pd.DataFrame, *, logarithmic: bool) -> pd.DataFrame:
@@ -306,16 +305,6 @@ def in_order(values: np.ndarray) -> np.ndarray:
             mean, count = (before * size + mean * count) / (size + count), size + count
         blocks.append((mean, count))
     return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
-
-
-def legend_columns(names: Iterable[str]) -> alt.ExprRef:
-    """Returns how many of these names stand side by side in the legend: six, or as many as the page has room for.
-
-    Vega cuts off a legend that is wider than the chart, and narrows the chart for it.
-    """
-    entry = 30 + LETTER * max(map(len, names), default=0)
-    # Without a page, as in a file, there is no container.
-    return alt.ExprRef(f"max(1, min(6, floor(((containerSize()[0] || {WIDE}) - {AXIS}) / {entry})))")
 
 
 def switch(key: str, drawn: Sequence[str]) -> None:
