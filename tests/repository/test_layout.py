@@ -191,7 +191,7 @@ print(sorted(set({heavy!r}) & set(sys.modules)))
     assert "torch" in first, "what the rules say of these arms was kept nowhere"
     for form in ([], ["--json"], ["--csv"], ["--html"]):
         assert loaded("study", "report", "1", *form) == []
-    assert loaded("study", "list") == loaded("study", "trace", "1") == []
+    assert loaded("study", "list") == loaded("study", "trace", "1") == loaded("study", "diff", "1", "1") == []
 
 
 def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:

@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deltalab.models.layer_list import OF_A_MIXER
-from deltalab.own_module import is_path
-
 
 def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Lists the settings in which two configurations differ: dotted key -> [value in base, value in other].
@@ -18,9 +15,15 @@ def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
         {'train.lr': [1, 3]}
     """
     before, after = flat(base), flat(other)
-    if any(is_path(config.get("rule.name")) for config in (before, after)):
-        idle = {f"model.{setting}" for setting in OF_A_MIXER}
-        before, after = ({k: v for k, v in config.items() if k not in idle} for config in (before, after))
+    names = [str(config.get("rule.name")) for config in (before, after)]
+    if any("." in name for name in names):  # as in that of every module of another author
+        # Both import torch, which the comparison of rules does not need.
+        from deltalab.models.layer_list import OF_A_MIXER
+        from deltalab.own_module import is_path
+
+        if any(map(is_path, names)):
+            idle = {f"model.{setting}" for setting in OF_A_MIXER}
+            before, after = ({k: v for k, v in config.items() if k not in idle} for config in (before, after))
     keys = [*before, *(key for key in after if key not in before)]
     return {k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}
 
