@@ -14,6 +14,9 @@ from deltalab.errors import InputError
 from deltalab.rule import State, UpdateRule, knob
 from deltalab.softmax import nothing_seen, remembered
 
+MOST_BUCKETS = 4096
+"""The most buckets. The numbers of R are drawn one by one, a second for each million."""
+
 ITSELF = 1e5
 """What a token's logit of itself is lowered by: it has no weight beside that of any other token."""
 
@@ -56,6 +59,8 @@ class Reformer(UpdateRule):
     def __post_init__(self) -> None:
         if self.buckets % 2:
             raise InputError(f"{self.name}.buckets must be even, a half for each sign, not {self.buckets}")
+        if self.buckets > MOST_BUCKETS:
+            raise InputError(f"{self.name}.buckets must be at most {MOST_BUCKETS:,}, not {self.buckets:,}")
 
     @property
     def features(self) -> Literal["unit", "silu", "raw"]:

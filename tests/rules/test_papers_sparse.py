@@ -323,7 +323,9 @@ def test_no_token_of_the_checks_lies_on_the_border_of_two_buckets() -> None:
         assert (best - second).min() > 100 * 2**-24
 
 
-def test_reformer_refuses_an_odd_number_of_buckets() -> None:
+def test_reformer_refuses_an_odd_number_of_buckets_and_too_many() -> None:
+    with pytest.raises(InputError, match=r"^reformer.buckets must be at most 4,096, not 4,098$"):
+        deltalab.get_rule("reformer", buckets=4098)
     with pytest.raises(InputError, match=r"^reformer.buckets must be even, a half for each sign, not 7$"):
         deltalab.get_rule("reformer", buckets=7)
 
