@@ -243,7 +243,7 @@ def _record(
 
     place.mkdir(parents=True, exist_ok=True)
     file = write(results, place, about, comparisons)
-    summary = f"{file}: {len(results)} values"
+    summary = f"{file}: {len(results)} value{'s' * (len(results) != 1)}"
     if folder.training is not None and Store.exists(db):
         with Store.open(db, create=False) as store:
             if folder.run is not None:
@@ -307,8 +307,10 @@ def _show(results: "Mapping[str, Sequence[Result]]", found: "Compared", as_json:
             table.add_row(names[one.model], one.task, metric, ends, f"{one.p:.2g}", f"{one.items:,}")
         console.print()
         console.print(table)
+        count = len(found.comparisons)
+        hold = f"All {count} intervals hold together" if count > 1 else "The interval holds"
         console.print(
-            f"All {len(found.comparisons)} intervals hold together with 95%, if items are drawn anew; * leaves out 0.",
+            f"{hold} with 95%, if items are drawn anew; * leaves out 0.",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     lines = [
