@@ -106,6 +106,11 @@ def add_plugin(file: str | Path) -> list[Plugin]:
     return plugins
 
 
+def named_files() -> list[str]:
+    """Returns the files that `add_plugin` took."""
+    return [*map(str, _named_files)]
+
+
 def refresh() -> None:
     """Forgets the plugins that were found, so that the next use of a rule or task searches again.
 

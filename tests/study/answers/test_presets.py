@@ -78,6 +78,17 @@ def test_a_rule_of_the_same_name_in_another_folder_is_another(folder: Path, monk
     assert said == ["Not as published: arm in model.skip.", "As published: arm."]
 
 
+def test_a_rule_of_the_same_name_in_another_named_file_is_another(folder: Path) -> None:
+    said = []
+    for skip in (True, False):
+        file = folder / f"{skip}.py"
+        file.write_text(RULE.replace("SKIP", str(skip)), encoding="utf-8")
+        with registry.isolated():
+            registry.add_plugin(file)
+            said.append(preset_text({"arm": config("mine")}))
+    assert said == ["Not as published: arm in model.skip.", "As published: arm."]
+
+
 def test_a_rule_that_is_not_found_is_looked_for_again(folder: Path) -> None:
     arm = {"rule": {"name": "gone"}, "model": {}}
     assert preset_text({"arm": arm, "base": config("mamba2@published")}) == "As published: base."

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -55,8 +56,11 @@ def _differences(config: Mapping[str, Any]) -> list[str] | None:
         KeyError: The configuration lacks a part.
     """
     rule, model = config["rule"], config["model"]
-    plugins = Path("plugins").resolve()  # another folder's may have another rule of this name
-    dependencies = json.dumps([rule, model, _code(), str(plugins) * plugins.is_dir()], sort_keys=True).encode()
+    # Another folder's plugins and another file of --plugin may have another rule of this name. Whoever names a file has
+    # loaded the registry.
+    plugins, registry = Path("plugins").resolve(), sys.modules.get("deltalab.registry")
+    files = [str(plugins) * plugins.is_dir(), *(registry.named_files() if registry else ())]
+    dependencies = json.dumps([rule, model, _code(), files], sort_keys=True).encode()
     file = _folder() / f"{hashlib.sha256(dependencies).hexdigest()}.json"
     with suppress(OSError, ValueError, KeyError):  # there is no file, it was cut off, or the rule's file is gone
         kept = json.loads(file.read_text(encoding="utf-8"))
