@@ -89,9 +89,6 @@ for module in {modules!r}:
     __import__(module.removesuffix(".__init__"))
 
 import deltalab
-from tests.support.folders import ROOT
-
-from deltalab.store.database import address, migrate
 from deltalab.models.spec import ModelSpec
 from deltalab.training.train import TrainSpec, train
 
