@@ -129,15 +129,21 @@ def read_values(run: Run, transition: Transition, x: Operands, *, state: State |
     x = filled(transition, x)
     tensors = {name: value for name, value in fields_of(x).items() if name != "r" and isinstance(value, Tensor)}
     before = x.u.new_zeros(x.k.shape[0], x.k.shape[2], x.k.shape[3], x.u.shape[3]) if state is None else state[0]
-    o, last = _read_values(run, transition, tuple(tensors), x.r, before, *tensors.values())
+    # To leave compiled code loads the compiler, which takes seconds where nothing is compiled.
+    read = _read_outside_of_compiled_code if torch.compiler.is_compiling() else _read_values
+    o, last = read(run, transition, tuple(tensors), x.r, before, *tensors.values())
     return o, (last,)
 
 
-@_disable_dynamo  # `torch.compiler.disable` would load the compiler here, at import.
 def _read_values(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Calls `_ReadValues` outside of compiled code, because compiled code cannot differentiate in a forward pass."""
     output: tuple[Tensor, Tensor] = _ReadValues.apply(*inputs)  # type: ignore[no-untyped-call]
     return output
+
+
+@_disable_dynamo  # `torch.compiler.disable` would load the compiler here, at import.
+def _read_outside_of_compiled_code(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Calls `_ReadValues`. Compiled code cannot differentiate in a forward pass."""
+    return _read_values(*inputs)
 
 
 class _ReadValues(torch.autograd.Function):

@@ -123,6 +123,24 @@ print("torch._dynamo" in sys.modules)
     assert out.strip() == "False", "half of all the time that a command starts in"
 
 
+@pytest.mark.slow
+def test_a_rule_that_leaves_compiled_code_loads_no_compiler_where_nothing_is_compiled() -> None:
+    """GSA's first pass is a gradient within a forward pass, which compiled code cannot take."""
+    out = python("""
+import sys
+import deltalab, torch
+from deltalab.authoring.inputs import draw
+
+rule = deltalab.get_rule("gsa")
+x = draw(rule, batch=1, length=20, heads=2, key_dim=16, value_dim=16)
+scanned = lambda q: deltalab.scan(rule, q, x.k, x.v, x.gates, backend="chunked")[0]
+plain = scanned(x.q)
+print("torch._dynamo" in sys.modules)
+print(torch.equal(torch.compile(scanned, backend="eager")(x.q), plain))
+""")
+    assert out.splitlines() == ["False", "True"]
+
+
 def test_a_plan_loads_neither_the_compiler_nor_the_statistics() -> None:
     out = python("""
 import sys
