@@ -178,6 +178,12 @@ def scores_table(arms: Sequence[str], scores: Mapping[str, Array], real: str) ->
     return "\n".join(lines) + "\n"
 
 
+def put(page: Path, region: re.Pattern[str], text: str) -> None:
+    """Replaces what stands on a page between the two marks of a region."""
+    content = page.read_text(encoding="utf-8")
+    page.write_text(region.sub(lambda found: found[1] + text + found[2], content), encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -215,8 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         options.out.write_text(json.dumps(made) + "\n")
     if options.page:
-        page = options.page.read_text(encoding="utf-8")
-        options.page.write_text(REGION.sub(lambda region: region[1] + text + region[2], page), encoding="utf-8")
+        put(options.page, REGION, text)
     print(text, end="")
 
 

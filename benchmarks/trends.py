@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from order import put
 
 from deltalab.models.costs import CostCounter
 from deltalab.statistics.joint_test import Difference, compare
@@ -165,8 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made: list[dict[str, Any]] = [asdict(result) for result in results]
         options.out.write_text(json.dumps({"study": record["study"], "trends": made}) + "\n")
     if options.page:
-        page = options.page.read_text(encoding="utf-8")
-        options.page.write_text(REGION.sub(lambda region: region[1] + text + region[2], page), encoding="utf-8")
+        put(options.page, REGION, text)
     print(text, end="")
 
 
