@@ -438,8 +438,8 @@ def _power(s: Tensor, tau: Tensor) -> Tensor:
 
 
 def _signed(g: Tensor) -> tuple[Tensor, Tensor]:
-    """log |alpha| and the sign of alpha = 2 exp(g) - 1."""
-    alpha = 2 * g.exp() - 1
+    """log |alpha| and the sign of alpha = 2 exp(g) - 1, which is a difference that 16 bits would lose near 0."""
+    alpha = 2 * g.to(torch.promote_types(g.dtype, torch.float32)).exp() - 1
     return alpha.abs().clamp_min(LEAST).log(), torch.where(alpha < 0, -1.0, 1.0).to(alpha)
 
 

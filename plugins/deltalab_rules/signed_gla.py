@@ -15,6 +15,11 @@ LEAST = 1e-30
 """The least |alpha| that has a logarithm in fp32."""
 
 
+def _alpha(g: Tensor) -> Tensor:
+    """2 exp(g) - 1 in fp32 or wider: a difference, which 16 bits would lose near 0."""
+    return 2 * g.to(torch.promote_types(g.dtype, torch.float32)).exp() - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class SignedGLA(UpdateRule):
     """S_t = diag(alpha_t) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t,   alpha_t = 2 exp(g_t) - 1
@@ -38,11 +43,11 @@ class SignedGLA(UpdateRule):
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor) -> Operands:
         if not self.negative:
             return Operands(r=q, k=k, u=v, g=g)
-        alpha = 2 * g.exp() - 1
+        alpha = _alpha(g)
         sign = torch.where(alpha < 0, -torch.ones_like(alpha), torch.ones_like(alpha))
         return Operands(r=q, k=k, u=v, g=alpha.abs().clamp_min(LEAST).log(), sign=sign)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, state: State, g: Tensor) -> tuple[Tensor, State]:
-        alpha = 2 * g.exp() - 1 if self.negative else g.exp()
+        alpha = _alpha(g) if self.negative else g.exp()
         S = alpha[..., None] * state[0] + k[..., None] * v[..., None, :]
         return scale * (q[..., None] * S).sum(-2), (S,)
