@@ -3,8 +3,9 @@
     python3 -m pytest -m gpu tests/kernels/test_gpu_kernels.py                    # all of it
     python3 -m pytest -m gpu tests/kernels/test_gpu_kernels.py -k sharda          # a sixteenth, from a to p
 
-Compilation takes most of the time. Cases that share kernels are in one shard, so that shards may run at once. A
-failure is one line with every error above its limit.
+Compilation takes most of the time. Cases that share kernels are in one shard, so that shards may run at once. A case
+takes up to 16 GiB, since its oracle keeps every state: give a GPU of 140 GiB at most 8 processes. A failure is one line
+with every error above its limit.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -37,13 +38,28 @@ LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 LENGTHS = [1, 15, 64, 65, 1000, 4096]
 WIDTHS = [(16, 16), (16, 128), (32, 64), (48, 80), (64, 512), (128, 128), (256, 32), (256, 256)]
 HEADS = 3
-FIXED = {"mesa_net": "ridge", "momentum_deltanet": "eta", "slstm": "r"}
+FIXED = {
+    "kalman_linear_attention": ("a", "p", "dt"),
+    "mamba3_mimo": ("m", "w"),
+    "mesa_net": ("ridge",),
+    "momentum_deltanet": ("eta",),
+    "slstm": ("r",),
+}
 """Gates that a rule takes without a time axis alone."""
-CANCELS = {"abc": "d state[2]"}
-"""A part of the state that is in every token's decay, so that its gradient is a sum over tokens that cancel.
+CANCELS = {
+    "abc": {"d state[2]": 2},
+    "mamba3": {"d dt": 4, "d theta": 4, "d state[1]": 4},
+    "momentum_deltanet": {"d eta": 4},
+    "signed_gla": {"d g": 4},
+}
+"""Gradients that are sums of terms which cancel, by rule, and how many times the limit each may have.
 
-The rounding of ABC's first pass alone moves it by 5e-3 in bf16, that of the second by as much (500 tokens, K = V = 64).
-It is allowed twice the limit.
+- ABC's d state[2] is in every token's decay. The rounding of its first pass alone moves it by 5e-3 in bf16, that of the
+  second by as much (500 tokens, K = V = 64).
+- Mamba-3's angles turn q and k alike: of all later tokens only what they read from before is left.
+- Momentum DeltaNet's eta is one number for a head, and its gradient a sum over all tokens.
+- Where alpha = 2 exp(g) - 1 is next to 0, Signed GLA's d g is a gradient of log |alpha|, which is next to 0 too, over
+  alpha: one in 400,000 gates makes 3e-5 in fp32.
 """
 TOKEN_BY_TOKEN = 300
 """The longest sequence whose oracle is `recurrent`. Longer ones take `chunked`, which a test holds equal to it."""
@@ -113,7 +129,7 @@ def inputs(
     x = draw(rule, length=length, **shape)
     gates = {}
     for name, gate in x.gates.items():
-        stays = moves(gate) or FIXED.get(rule.name) == name
+        stays = moves(gate) or name in FIXED.get(rule.name, ())
         kept = gate if stays else gate.expand(batch, length, *gate.shape).clone()
         slower = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64).unflatten(0, (-1, *[1] * (kept.dim() - 3)))
         gates[name] = kept * slower if name == "g" else kept
@@ -133,20 +149,27 @@ def rounded(rule: UpdateRule, x: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def _off_the_clip(rule: UpdateRule, x: Inputs, cu_seqlens: Tensor | None = None) -> Inputs:
-    """Moves v where its residual is next to huber's clip, because rounding turns its gradient on or off there.
+    """Moves v where a residual of it is next to huber's clip, because rounding turns its gradient on or off there.
 
-    One such element in 10000 makes an error of 1e-2 in the gradient of v, which is not the kernel's.
+    One such element in 10000 makes an error of 1e-2 in the gradient of v, which is not the kernel's. The i-th residual
+    is v less what the first i states predict.
     """
-    if getattr(rule, "loss", None) != "huber":
+    if "huber" not in (getattr(rule, "loss", None), getattr(rule, "residual", None)):
         return x
+    clip = getattr(rule, "clip", 1.0)
     moved = []
     for i, (start, stop) in enumerate(pairwise([0, x.q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist())):
         state = x.state if cu_seqlens is None or x.state is None else tuple(part[i : i + 1] for part in x.state)
         for t in range(start, stop):
             now = x.span(t, t + 1, state).map(torch.Tensor.double)
-            seen = 0 if state is None else torch.einsum("bthk,bhkv->bthv", now.k, now.state[0])
-            far = now.v - seen
-            v = (now.v + torch.where((far.abs() - rule.clip).abs() < 0.05, 0.1 * far.sign(), 0.0)).to(x.v.dtype)
+            states = () if state is None else now.state[:-1]
+            seen = list(accumulate(torch.einsum("bthk,bhkv->bthv", now.k, S) for S in states)) or [
+                torch.zeros_like(now.v)
+            ]
+            v = now.v
+            while (near := sum(((v - part).abs() - clip).abs() < 0.05 for part in seen) > 0).any():
+                v = torch.where(near, v + 0.1, v)
+            v = v.to(x.v.dtype)
             _, state = deltalab.scan(rule, now.q, now.k, v.double(), now.gates, state=now.state, backend="recurrent")
             moved.append(v)
     return dataclasses.replace(x, v=torch.cat(moved, dim=1))
@@ -220,7 +243,8 @@ def hold(rule: UpdateRule, x: Inputs, *, slack: float = 1.0, **more: Tensor) -> 
     """Asserts that output, last state and every gradient are within the limit of x's dtype of fp64.
 
     Rounded operands alone exceed the limit if an update keeps its norm (DeltaProduct's reflections), and fp32 exceeds
-    it if a regression is ill-conditioned. 1.5 times that error is then allowed, with a warning.
+    it if a regression is ill-conditioned. Twice that error is then allowed, with a warning: a kernel rounds operands of
+    the backward's products too.
     """
     x = _off_the_clip(rule, x, **more)
     exact = x.map(lambda part: part.detach().double().requires_grad_())
@@ -247,10 +271,10 @@ def judge(
     errors = {name: error(actual[name], right) for name, right in wanted.items() if right is not None}
     if "d g" in errors and _nothing(exact, wanted, actual, dtype):
         del errors["d g"]
-    missed = {name: it for name, it in errors.items() if not it <= limit * (1 + (CANCELS.get(rule.name) == name))}
+    missed = {name: it for name, it in errors.items() if not it <= limit * CANCELS.get(rule.name, {}).get(name, 1)}
     if missed:
         floor = _floor(rule, x, exact, wanted, {name: actual[name].dtype for name in missed}, **more)
-        for name in [name for name, it in missed.items() if it <= 1.5 * floor[name]]:
+        for name in [name for name, it in missed.items() if it <= 2 * floor[name]]:
             warnings.warn(f"{name}: {missed.pop(name):.1e}, and {floor[name]:.1e} by rounding", stacklevel=2)
     if missed:
         errors_text = ", ".join(f"{name} {it:.1e}" for name, it in missed.items())
@@ -271,6 +295,13 @@ def _nothing(exact: Inputs, wanted: dict[str, Tensor], actual: dict[str, Tensor]
 
 
 # Tests.
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_one_case():
+    """Gives a case's memory back to the GPU, which several processes share."""
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [case(*named_rule, dtype) for named_rule in VARIANTS for dtype in LIMITS])
