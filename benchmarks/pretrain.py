@@ -176,7 +176,7 @@ MAKERS = {"ours": ours, "export": exported, "fla": fla}
 
 
 def prepared(
-    contestant: Contestant, device: Any, precision: str, checkpoint: bool, compiled: bool, keep: bool
+    contestant: Contestant, device: Any, precision: str, checkpoint: bool, compiled: bool, keep: bool, together: int
 ) -> Contestant:
     """Puts a model on its device in a precision, and with `fsdp` shards it over all processes.
 
@@ -187,6 +187,7 @@ def prepared(
         checkpoint: Whether backward computes the activations of each block again.
         compiled: Whether each block is compiled.
         keep: Whether gathered weights stay from a block's forward to its backward.
+        together: Blocks whose weights are gathered, and whose gradients are reduced, by one call.
     """
     import torch
 
@@ -214,8 +215,10 @@ def prepared(
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+        for first in range(0, len(blocks), together):
+            fully_shard(
+                list(blocks[first : first + together]), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep
+            )
         fully_shard(model, mesh=mesh, mp_policy=policy)
         if hasattr(model, "loss"):
             register_fsdp_forward_method(model, "loss")
@@ -239,7 +242,9 @@ def rows(options: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     contestant = MAKERS[kind](detail, SIZES[options.size])
     count = sum(p.numel() for p in contestant.model.parameters())
-    contestant = prepared(contestant, device, options.precision, options.checkpoint, options.compile, options.keep)
+    contestant = prepared(
+        contestant, device, options.precision, options.checkpoint, options.compile, options.keep, options.together
+    )
     matrices = [p for p in contestant.model.parameters() if p.dim() > 1]
     others = [p for p in contestant.model.parameters() if p.dim() <= 1]
     capturable = {"capturable": True} if options.step_graph else {}
@@ -255,8 +260,8 @@ def rows(options: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         row = {
             "model": name if kind != "export" else "export", "size": options.size, "shape": shape, "gpus": world,
             "precision": options.precision, "checkpoint": options.checkpoint, "compiled": options.compile,
-            "keep": options.keep, "graphs": options.graphs, "step_graph": options.step_graph, "parameters": count,
-            "device": gpu, "torch": torch.__version__,
+            "keep": options.keep, "together": options.together, "graphs": options.graphs,
+            "step_graph": options.step_graph, "parameters": count, "device": gpu, "torch": torch.__version__,
         }  # fmt: skip
 
         def step(batch: int = batch, length: int = length) -> Any:
@@ -444,6 +449,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations in the backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--keep", action="store_true", help="keep FSDP2's gathered weights until the backward")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="blocks that FSDP2 gathers by one call")
     parser.add_argument("--graphs", action="store_true", help="each block of ours as CUDA graphs (not with fsdp)")
     parser.add_argument("--step-graph", action="store_true", help="a whole step as one CUDA graph (not with fsdp)")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
