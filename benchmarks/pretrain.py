@@ -4,6 +4,7 @@
     python3 benchmarks/pretrain.py --out out --model ours:comba --shape 8x2048 --shape 8x4096
     python3 benchmarks/pretrain.py --out out --model ours:comba --model fla:comba --model export:FOLDER --shape 8x2048
     torchrun --nproc-per-node 4 benchmarks/pretrain.py --out out --model ours:comba --shape 8x4096   # a GPU each
+    torchrun --nproc-per-node 2 benchmarks/pretrain.py --out out --model ours:comba --shape 2x65536 --context
     python3 benchmarks/pretrain.py --out out --model ours:comba --size toy --shape 2x64              # on a CPU
 
 Models (--model, repeatable):
@@ -21,9 +22,10 @@ A step is forward, backward, clipping to norm 1 and fused AdamW on random tokens
 - autocast: fp32 weights.
 
 The share of the peak is 6 N tokens/s over the dense bf16 rate of the GPU, with N the number of all parameters. Memory
-is the allocator's peak. The time to the first step counts from the start of the process, with an empty cache of Triton.
-Each model has a process of its own, which --limit ends after so many seconds. --graphs and --step-graph replay CUDA
-graphs. OUT/pretrain.json gets a row after each shape.
+is the allocator's peak. With --context, all GPUs share each sequence, and a shape is that of all together. The time to
+the first step counts from the start of the process, with an empty cache of Triton. Each model has a process of its own,
+which --limit ends after so many seconds. --graphs and --step-graph replay CUDA graphs. OUT/pretrain.json gets a row
+after each shape.
 """
 
 import argparse
@@ -84,6 +86,7 @@ class Contestant:
         vocabulary: The number of tokens that the model knows.
         loss: Computes the mean cross-entropy of tokens [B, T] and targets [B, T].
         start: Draws the parameters of a model that was made without memory; None for a model that has parameters.
+        context: The processes that share each sequence; None if each has its own.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Contestant:
         start: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.blocks, self.vocabulary, self.loss, self.start = model, blocks, vocabulary, loss, start
+        self.context: Any = None
 
 
 def ours(rule: str, sizes: dict[str, int]) -> Contestant:
@@ -115,9 +119,13 @@ def ours(rule: str, sizes: dict[str, int]) -> Contestant:
         model = Model(ModelSpec.of({**spec, **sizes, "tie_embeddings": False}))
 
     def loss(tokens: Any, targets: Any) -> Any:
-        return model.loss(tokens, targets)
+        if contestant.context is None:
+            return model.loss(tokens, targets)
+        part = contestant.context.part(tokens)
+        return model.loss(part.cut(tokens), part.cut(targets), part=part)
 
-    return Contestant(model, model.blocks, sizes["vocab_size"], loss, lambda: initialize(model, 0))
+    contestant = Contestant(model, model.blocks, sizes["vocab_size"], loss, lambda: initialize(model, 0))
+    return contestant
 
 
 class NotInstalled(importlib.abc.MetaPathFinder):
@@ -215,11 +223,11 @@ def prepared(
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for first in range(0, len(blocks), together):
-            fully_shard(
-                list(blocks[first : first + together]), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep
-            )
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        # Blocks that gather weights one by one would keep all processes of a sequence at the same block.
+        for at in range(0, len(blocks), together) if contestant.context is None else ():
+            part = list(blocks[at : at + together])
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if hasattr(model, "loss"):
             register_fsdp_forward_method(model, "loss")
     return contestant
@@ -242,6 +250,10 @@ def rows(options: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     contestant = MAKERS[kind](detail, SIZES[options.size])
     count = sum(p.numel() for p in contestant.model.parameters())
+    if options.context:
+        from deltalab.models.parts.context import Context
+
+        contestant.context = Context(world)
     contestant = prepared(
         contestant, device, options.precision, options.checkpoint, options.compile, options.keep, options.together
     )
@@ -259,6 +271,7 @@ def rows(options: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         batch, length = map(int, shape.split("x"))
         row = {
             "model": name if kind != "export" else "export", "size": options.size, "shape": shape, "gpus": world,
+            "context": options.context,
             "precision": options.precision, "checkpoint": options.checkpoint, "compiled": options.compile,
             "keep": options.keep, "together": options.together, "graphs": options.graphs,
             "step_graph": options.step_graph, "parameters": count, "device": gpu, "torch": torch.__version__,
@@ -291,7 +304,11 @@ def rows(options: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             gc.collect()
             torch.cuda.empty_cache()
             continue
-        rate = batch * length * world / seconds
+        rate = batch * length * (1 if options.context else world) / seconds
+        if options.context:
+            mean = torch.tensor(loss, device=device) / world
+            dist.all_reduce(mean)
+            loss = float(mean)
         row |= {"first_loss": loss, "ms": seconds * 1e3, "tokens_per_second": rate}
         if options.cold:
             row["first_step_s"] = first
@@ -375,7 +392,8 @@ def line(row: dict[str, Any]) -> str:
     """Returns a row as a line of text, followed by lines of its profile if there is one."""
     text = f"{row['model']:20} {row['size']} {row['shape']:>8} {row['gpus']} GPU {row['precision']:8}"
     text += (
-        " checkpointed" * row["checkpoint"]
+        " sharing each sequence" * row["context"]
+        + " checkpointed" * row["checkpoint"]
         + " compiled" * row["compiled"]
         + " a step as one graph" * row["step_graph"]
         + " blocks in graphs" * row["graphs"]
@@ -450,6 +468,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--keep", action="store_true", help="keep FSDP2's gathered weights until the backward")
     parser.add_argument("--together", type=int, default=1, metavar="N", help="blocks that FSDP2 gathers by one call")
+    parser.add_argument("--context", action="store_true", help="all GPUs of torchrun share each sequence (ours, fsdp)")
     parser.add_argument("--graphs", action="store_true", help="each block of ours as CUDA graphs (not with fsdp)")
     parser.add_argument("--step-graph", action="store_true", help="a whole step as one CUDA graph (not with fsdp)")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
@@ -464,6 +483,10 @@ def main() -> None:
     for name in options.model:
         if name.partition(":")[0] not in MAKERS:
             parser.error(f"--model {name}: must start with one of {', '.join(MAKERS)}")
+        if options.context and (not name.startswith("ours:") or options.precision != "fsdp" or options.compile):
+            parser.error("--context is for models of ours with precision fsdp, and without --compile")
+    if options.context and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error("--context needs several processes: start it by torchrun")
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.model:
         (measure if options.here or "RANK" in os.environ else apart)(options, name)

@@ -25,6 +25,7 @@ from deltalab.export.recipe import (
     changed_recipe,
     check_setting,
     named_settings,
+    no_context,
     no_graphs,
     read_recipe,
 )
@@ -122,8 +123,8 @@ def prepare(
     recipe = _recipe(folder, written, steps, given)
     if _asked(given).get("graphs") and (why := no_graphs(all_settings(recipe), engine, gpus * nodes.count)):
         raise InputError(f"--set graphs: {why}: leave it out")
-    if recipe["seconds"] is not None and engine == "torchtitan":
-        _ends_by_time(folder, version)
+    if engine == "torchtitan":
+        _takes_settings(folder, version, recipe)
     _enough_rows(recipe, data, packed)
     world = (gpus or processes) * nodes.count
     try:
@@ -133,6 +134,8 @@ def prepare(
     require_own_code(folder)
     load_rules(folder)
     model = ModelSpec.of({name: value for name, value in config.items() if name in ModelSpec.__dataclass_fields__})
+    if why := no_context(model, recipe, engine):
+        raise InputError(why)
     if recipe["optimizer"]["name"] == "muon" and model.width_share != 1:
         raise InputError(
             f"optimizer.name muon does not go with base_width {model.base_width} of {folder}: its steps have one size "
@@ -258,14 +261,17 @@ def _asked(given: Sequence[str]) -> dict[str, Any]:
     return asked
 
 
-def _ends_by_time(folder: Path, version: str) -> None:
-    """Raises `InputError` if torchtitan or the files that an export has for it know nothing of `seconds`."""
-    if version.startswith("0.2."):
-        raise InputError(
-            f"seconds: torchtitan {version} cannot end by time: install torchtitan 0.3, or take accelerate"
-        )
-    if not (folder / WHERE / "clock.py").is_file():
-        raise InputError(f"seconds: {folder} has files for torchtitan that cannot end by time: export it again")
+def _takes_settings(folder: Path, version: str, recipe: Mapping[str, Any]) -> None:
+    """Raises `InputError` if torchtitan or the files that an export has for it cannot do what the recipe asks for."""
+    asked = {
+        "seconds": (recipe["seconds"] is not None, "end by time", ", or take accelerate", f"{WHERE}/clock.py"),
+        "context_parallel": (recipe["context_parallel"] > 1, "hand on states", "", "models_parts_context.py"),
+    }
+    for key, (is_asked, what, or_else, file) in asked.items():
+        if is_asked and version.startswith("0.2."):
+            raise InputError(f"{key}: torchtitan {version} cannot {what}: install torchtitan 0.3{or_else}")
+        if is_asked and not (folder / file).is_file():
+            raise InputError(f"{key}: {folder} has files for torchtitan that cannot {what}: export it again")
 
 
 def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:

@@ -14,6 +14,7 @@ from deltalab.errors import InputError, unknown
 from deltalab.export.papers import PaperRecipe, find_recipe
 from deltalab.export.scales import SCALES, parameter_count
 from deltalab.models.spec import ModelSpec
+from deltalab.own_module import OwnModule
 from deltalab.reading import read_text, read_yaml
 from deltalab.training.optimizer import EPS
 from deltalab.training.recipe_keys import CHOICES, LEAST, SHARES, default_settings, with_defaults
@@ -31,7 +32,7 @@ OF_KINDS = {
 CANNOT = {
     ("fp8", "float8", "mxfp"): "products are in bf16 or fp32, as precision says",
     ("tensor_parallel", "tp"): "GPUs share a model by FSDP2, and none shares the products of a layer",
-    ("context_parallel", "sequence_parallel", "cp"): "GPUs share a batch by its sequences, and none shares a sequence",
+    ("context_parallel", "sequence_parallel", "cp"): "GPUs share a sequence by the setting context_parallel",
     ("pipeline_parallel", "pp"): "GPUs share a model by FSDP2, and each computes all layers",
 }
 """Words of settings for what the engines have of their own and trainings here do not use -> what they do instead."""
@@ -286,6 +287,29 @@ def no_graphs(settings: Mapping[str, Any], engine: str, gpus: float) -> str | No
         if settings.get(key) == value:
             return f"there are no CUDA graphs with {key}: {str(value).lower()}"
     return None if gpus == 1 else f"only a training on one GPU replays CUDA graphs, and this one has {gpus:g}"
+
+
+def no_context(model: ModelSpec, settings: Mapping[str, Any], engine: str) -> str | None:
+    """Returns why processes cannot share the sequences of a training; None if they can, or if none is asked to.
+
+    Args:
+        model: The model.
+        settings: The settings by dotted key, at least those that differ from their defaults.
+        engine: torchtitan or accelerate.
+    """
+    if (count := settings.get("context_parallel", 1)) == 1:
+        return None
+    where = f"context_parallel {count}: "
+    if engine != "torchtitan":
+        return f"{where}{engine} gives each process whole sequences: take engine torchtitan"
+    if settings.get("compile"):
+        return f"{where}compiled blocks hand on no state: leave out compile"
+    for layer in range(model.depth):
+        spec = model.at(layer)
+        for mixer in (spec, spec.second()):
+            if mixer is not None and isinstance(rule := mixer.make_rule(), OwnModule):
+                return f"{where}layer {layer} is the module '{rule.name}', which keeps no state to hand on"
+    return None
 
 
 def named_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:

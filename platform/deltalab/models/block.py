@@ -159,6 +159,10 @@ class Canon(Started):
             past: The inputs before them, [B, 3, C], or of each sequence if x is packed; None for zeros.
             packed: The sequences that lie in x one after the other.
         """
+        if packed is not None and packed.rest is not None and past is not None:
+            stop = x.shape[1] - packed.rest.place.shape[1]
+            others, tail = self(x[:, stop:], None, packed.rest)
+            return torch.cat([self(x[:, :stop], past, None)[0], others], dim=1), tail
         if packed is not None and past is not None:
             bounds = itertools.pairwise(packed.cu_seqlens.tolist())
             parts = [self(x[:, i:j], past[n : n + 1], None) for n, (i, j) in enumerate(bounds)]

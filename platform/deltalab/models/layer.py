@@ -239,10 +239,10 @@ class RuleLayer(Started):
         self._check(x)
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
         cached, sequences = len(x) if cache is None else len(cache.conv), len(x if packed is None else packed.lengths)
-        if cache is not None and cached != sequences:
+        if cache is not None and cached != (1 if packed is not None and packed.rest is not None else sequences):
             raise InputError(f"the cache is of {cached} sequences, but x holds {sequences}")
         if packed is not None and cache is not None:
-            return self._one_by_one(x, cache, packed, first)
+            return (self._one_by_one if packed.rest is None else self._going_on)(x, cache, packed, first)
         taps = self.conv if self.canon is None else before_convolution(self.canon, self.conv)
         past = None if cache is None else cache.conv
         products: list[Tensor] = []
@@ -318,6 +318,19 @@ class RuleLayer(Started):
         ):
             description = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise InputError(f"x must be a non-empty floating tensor [B, T, {width}], not {description}")
+
+    def _going_on(
+        self, x: Tensor, cache: LayerCache, packed: Sequences, first: Tensor | None
+    ) -> tuple[Tensor, LayerCache]:
+        """Advances the first of the packed sequences from the cache, and the others, whose cache it returns."""
+        assert packed.rest is not None
+        stop, steps = x.shape[1] - packed.rest.place.shape[1], self.channels.steps
+        of_first = (None, None) if first is None else (first[:, : steps * stop], first[:, steps * stop :])
+        y, new = self.advance(x[:, :stop], cache, first=of_first[0])
+        others, after = self.advance(x[:, stop:], cu_seqlens=packed.rest, first=of_first[1])
+        if new.values is not None and after.values is not None:
+            after = replace(after, values=torch.cat([new.values, after.values], dim=1))
+        return torch.cat([y, others], dim=1), after
 
     def _one_by_one(
         self, x: Tensor, cache: LayerCache, packed: Sequences, first: Tensor | None

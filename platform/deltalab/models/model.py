@@ -14,6 +14,7 @@ from deltalab.errors import InputError
 from deltalab.models.block import Block, make_norm
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.parts.cache import CacheSize, LayerCache
+from deltalab.models.parts.context import Part
 from deltalab.models.parts.depth import Outputs
 from deltalab.models.parts.images import PatchEmbedding
 from deltalab.models.spec import ModelSpec
@@ -130,7 +131,7 @@ class Model(Started):
         features = self.features(tokens, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
         return capped(F.linear(features if where is None else features[where], self.head), self.spec.logit_cap)
 
-    def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Tensor | None) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, *, ignore: int = -100, **packing: Any) -> Tensor:
         """Computes the mean cross-entropy of the logits with targets, in at least fp32.
 
         The logits of all positions are never held at once, and their gradient is made in the forward pass. In training
@@ -140,7 +141,7 @@ class Model(Started):
             tokens: Tokens, [B, T].
             targets: The token to predict at each position, [B, T].
             ignore: The target of positions that do not count.
-            **packing: `cu_seqlens` and `attention_mask`, as in `features`.
+            **packing: `cu_seqlens` and `attention_mask`, as in `features`, and `part`, as in `read`.
 
         Raises:
             InputError: As for `features`, or targets have another shape than tokens.
@@ -177,8 +178,12 @@ class Model(Started):
         *,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        part: Part | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes `features`, and the balance loss as `balance_of` sums it, which is to be added to a mean loss."""
+        """Computes `features`, and the balance loss as `balance_of` sums it, which is to be added to a mean loss.
+
+        With a `part`, the tokens and `cu_seqlens` are those of the part alone.
+        """
         if self.spec.patches is not None:
             if cu_seqlens is not None or attention_mask is not None:
                 raise InputError("a model of images takes no image packed or padded")
@@ -187,7 +192,7 @@ class Model(Started):
         if self.rebuild is None:
             packing = Packing.of_padded(tokens, attention_mask, cu_seqlens)
             if packing is None:
-                hidden, caches = self.transform(self.embed(tokens), at=at, cu_seqlens=cu_seqlens)
+                hidden, caches = self.transform(self.embed(tokens), at=at, cu_seqlens=cu_seqlens, part=part)
                 return self._scaled(hidden), balance_of(caches)
             hidden, caches = self.transform(self.embed(packing.pack(tokens)), cu_seqlens=packing.cu_seqlens)
             return places(self._scaled(packing.unpack(hidden)), at), balance_of(caches)
@@ -242,6 +247,7 @@ class Model(Started):
         at: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         checkpoint: Callable[..., Any] | None = None,
+        part: Part | None = None,
     ) -> tuple[Tensor, list[LayerCache]]:
         """Computes the hidden states [B, T, d], and the new cache. After `graph_blocks`, training returns no cache.
 
@@ -252,25 +258,35 @@ class Model(Started):
             cu_seqlens: As in `RuleLayer.advance`.
             checkpoint: Calls its first argument, a block, with the other arguments, and may compute the block again in
                 backward, as `torch.utils.checkpoint.checkpoint` does.
+            part: The part of sequences that x is, if other processes compute the rest. Its process hands on each
+                layer's cache.
         """
         before: Tensor | Outputs = x
         branch: Tensor | None = None
         first: Tensor | None = None
         caches: list[LayerCache] = []
-        plain = cache is None and cu_seqlens is None and checkpoint is None
+        plain = cache is None and cu_seqlens is None and checkpoint is None and part is None
         if plain and self.graphs is not None and self.graphs.take(x):
             x, branch = self.graphs(x)
             return self.norm(places(x, at), places(branch, at))[1], caches
         packed = None if cu_seqlens is None else Sequences.of(cu_seqlens, x)
+        if part is not None and part.before and packed is not None:
+            packed = packed.going_on(part.first)
         for i, block in enumerate(self.blocks):
-            arguments = (before, branch, None if cache is None else cache[i], packed, first)
+            layer_cache = None if cache is None else cache[i]
+            if part is not None:
+                layer_cache = part.received(i)
+            arguments = (before, branch, layer_cache, packed, first)
             before, branch, next_cache = block(*arguments) if checkpoint is None else checkpoint(block, *arguments)
             if next_cache.values is not None:
                 first, next_cache = next_cache.values, replace(next_cache, values=None)
+            if part is not None:
+                part.hand_on(i, next_cache)
             caches.append(next_cache)
         placed = partial(places, at=at)
         last = before.at(placed) if isinstance(before, Outputs) else placed(before)
-        return self.norm(last, None if branch is None else placed(branch))[1], caches
+        hidden = self.norm(last, None if branch is None else placed(branch))[1]
+        return hidden if part is None else part.tied(hidden), caches
 
     def graph_blocks(self) -> None:
         """Trains with `BlockGraphs`, on one GPU. Graphs help if batches are too small for the host to keep up.

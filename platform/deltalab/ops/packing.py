@@ -1,6 +1,6 @@
 """Sequences that are packed one after another in one row, and batches with padding that are turned into such rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,13 @@ class Sequences:
         cu_seqlens: The bounds of the sequences, [N + 1].
         lengths: The tokens of each sequence, [N].
         place: The number of each token within its sequence, int32 [1, T].
+        rest: The sequences but the first, if the first alone goes on from a cache; else None.
     """
 
     cu_seqlens: Tensor
     lengths: Tensor
     place: Tensor
+    rest: "Sequences | None" = None
 
     @classmethod
     def of(cls, cu_seqlens: "Tensor | Sequences", x: Tensor) -> "Sequences":
@@ -48,6 +50,10 @@ class Sequences:
         tokens = torch.arange(length, device=x.device, dtype=cu_seqlens.dtype)
         sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
         return cls(cu_seqlens, lengths, (tokens - cu_seqlens[sequence]).int()[None])
+
+    def going_on(self, stop: int) -> "Sequences":
+        """Returns the sequences, of which the first, of `stop` tokens, goes on from a cache. The others begin here."""
+        return replace(self, rest=Sequences(self.cu_seqlens[1:] - stop, self.lengths[1:], self.place[:, stop:]))
 
     def last(self, x: Tensor, count: int) -> Tensor:
         """The last `count` tokens of each sequence of x [1, T, C], zeros before its first: [N, count, C]."""

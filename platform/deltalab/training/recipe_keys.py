@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "activation_checkpointing": False,
     "compile": False,
     "graphs": True,
+    "context_parallel": 1,
     "log": {"every": None},
     "checkpoint": {"every": None, "keep": 3},
     "validation": {"every": None, "sequences": 64},
@@ -39,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
 - `seconds`: the seconds of training steps after which a training ends, unless `steps` ends it before; null for no end.
   The rates follow whichever of the two is nearer to its end.
 - `graphs`: whether a single GPU replays blocks as CUDA graphs, unless it checkpoints or compiles the blocks.
+- `context_parallel`: the processes that share each sequence. Each computes a part of it.
 - `every` of `log`, `checkpoint` and `validation` counts steps; null means that the number of steps decides.
 """
 
@@ -61,6 +63,7 @@ LEAST = {
     "batch.micro": 1,
     "steps": 1,
     "seed": 0,
+    "context_parallel": 1,
     "log.every": 1,
     "checkpoint.every": 1,
     "checkpoint.keep": 2,
@@ -70,7 +73,16 @@ LEAST = {
 """The settings that are whole numbers, each with its smallest value. At least two checkpoints are kept, because the
 newest may still be in the middle of being written."""
 
-FREE = ("log.", "checkpoint.", "validation.", "batch.micro", "activation_checkpointing", "compile", "graphs")
+FREE = (
+    "log.",
+    "checkpoint.",
+    "validation.",
+    "batch.micro",
+    "activation_checkpointing",
+    "compile",
+    "graphs",
+    "context_parallel",
+)
 """How the settings begin that do not change what a step learns. A run may go on with other values of them."""
 
 
@@ -115,19 +127,26 @@ def rate_factor(recipe: Mapping[str, Any], step: int, spent: float = 0.0) -> flo
 def micro_batch(recipe: Mapping[str, Any], world: int) -> int:
     """Returns how many sequences a process takes in one pass.
 
-    The recipe's `batch.micro` decides. If it is null, the number is the largest that `TOKENS_AT_ONCE` allows.
+    The recipe's `batch.micro` decides. If it is null, the number is the largest that `TOKENS_AT_ONCE` allows. Processes
+    that share sequences take the same ones.
 
     Args:
         recipe: A recipe that `with_defaults` completed.
         world: The number of processes.
 
     Raises:
-        ValueError: If the processes cannot share the batch evenly.
+        ValueError: If the processes cannot share the batch or its sequences evenly.
     """
-    batch = recipe["batch"]
+    batch, context = recipe["batch"], recipe["context_parallel"]
+    if world % context:
+        raise ValueError(f"context_parallel {context} must divide the number of processes, {world}")
+    if batch["length"] % context:
+        raise ValueError(f"context_parallel {context} must divide batch.length {batch['length']}")
+    world //= context
     share, rest = divmod(batch["sequences"], world)
     if rest or not share:
-        raise ValueError(f"batch.sequences {batch['sequences']} must be a multiple of the {world} processes")
+        of = "processes" if context == 1 else f"groups of {context} processes"
+        raise ValueError(f"batch.sequences {batch['sequences']} must be a multiple of the {world} {of}")
     if batch["micro"] is not None:
         if share % batch["micro"]:
             raise ValueError(
@@ -135,5 +154,5 @@ def micro_batch(recipe: Mapping[str, Any], world: int) -> int:
                 f"batch.sequences {batch['sequences']} over {world} processes"
             )
         return int(batch["micro"])
-    most = max(1, TOKENS_AT_ONCE // batch["length"])
+    most = max(1, TOKENS_AT_ONCE * context // batch["length"])
     return max(size for size in range(1, share + 1) if share % size == 0 and size <= most)

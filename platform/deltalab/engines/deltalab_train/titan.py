@@ -15,6 +15,7 @@ from torchtitan.components.metrics import BaseLogger
 
 from deltalab.data.token_shards import Packed
 from deltalab.models.model import Model, head_loss, parameter_groups
+from deltalab.models.parts.context import Context
 from deltalab.models.parts.experts import idle_parameters
 from deltalab.models.parts.gates import shard_gates
 from deltalab.models.start import initialize
@@ -64,10 +65,12 @@ class Pretraining(nn.Module):
     Attributes:
         model: The exported model.
         products: The dtype of autocast; None if FSDP2 sets the precision.
+        context: The processes that share each sequence; None if a process has whole ones.
     """
 
     model: Model
     products: torch.dtype | None = None
+    context: Context | None = None
 
     def make(self) -> None:
         """Makes the model. torchtitan's constructors differ from version to version, so they call this method."""
@@ -76,10 +79,14 @@ class Pretraining(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Computes the sum of -log p over the targets [B, T] that are not `IGNORE`, given the tokens [B, T].
 
-        In training, each has the recipe's z-loss and the balance loss of experts, so that the mean has it once.
+        In training, each has the recipe's z-loss and the balance loss of experts, so that the mean has it once. A
+        process of a context computes the part of the sum that is its own.
         """
+        part = None if self.context is None else self.context.part(tokens, cu_seqlens)
+        if part is not None:
+            tokens, targets, cu_seqlens = part.cut(tokens), part.cut(targets), part.cu_seqlens
         with torch.autocast(tokens.device.type, self.products, enabled=self.products is not None):
-            features, balance = self.model.read(tokens, cu_seqlens=cu_seqlens)
+            features, balance = self.model.read(tokens, cu_seqlens=cu_seqlens, part=part)
             z = RECIPE["z_loss"] if self.training else 0.0
             cap = self.model.spec.logit_cap
             loss = head_loss(features, self.model.head, targets, ignore=IGNORE, count=1, cap=cap, z=z)
@@ -105,6 +112,9 @@ def parallelize(
     """Applies activation checkpointing and compilation to each block, then FSDP2 to each block and to the rest.
 
     A single GPU does not share parameters. There, autocast sets the precision, and blocks run as CUDA graphs.
+
+    Processes that share sequences hold the gathered weights of all blocks during a step. If they gathered those of one
+    block after another, each would wait at every block until the last process has reached it.
 
     Args:
         module: The model, which is changed in place.
@@ -132,7 +142,10 @@ def parallelize(
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     gathered = parameters_and_flops(module)[0] * dtypes[0].itemsize
     options["reshard_after_forward"] = gathered > KEPT_BYTES
-    for block in module.model.blocks:
+    if RECIPE["context_parallel"] > 1:
+        module.context = Context(RECIPE["context_parallel"])
+        options["reshard_after_forward"] = False
+    for block in module.model.blocks if module.context is None else ():
         fully_shard(block, **options)
     fully_shard(module, **options)
     for part in module.modules():
@@ -185,9 +198,9 @@ class Loader:
     """
 
     def start(self, rank: int, world: int) -> None:
-        """Begins the stream of rows, for process `rank` of `world`."""
+        """Begins the stream of rows, for group `rank` of `world` groups of processes that share their sequences."""
         rows = Rows(packed().split("train"), RECIPE["batch"]["length"], RECIPE["seed"])
-        self.batches = Batches(rows, RECIPE, micro_batch(RECIPE, world), rank, world)
+        self.batches = Batches(rows, RECIPE, micro_batch(RECIPE, processes()), rank, world)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         return map(_with_targets, self.batches)
@@ -217,15 +230,15 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
 
     Args:
         model: The model.
-        rank: The number of this process, from 0.
-        world: The number of processes.
+        rank: The number of the group of processes that share sequences, from 0.
+        world: The number of these groups.
         device: The device of the model.
         context: A function that makes the context in which torchtitan runs the model.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with CLOCK.stopped():
         model.eval()  # no z-loss, and no balance loss of experts
-        for pair in held_out(packed().split("validation"), RECIPE, micro_batch(RECIPE, world), rank, world):
+        for pair in held_out(packed().split("validation"), RECIPE, micro_batch(RECIPE, processes()), rank, world):
             inputs, targets = _with_targets(pair)
             tokens = inputs.pop("input")
             with context():
@@ -233,7 +246,8 @@ def validation_loss(model: nn.Module, rank: int, world: int, device: str, contex
             sums += torch.stack([loss.double(), (targets != IGNORE).sum().to(device).double()])
         model.train()
         dist.all_reduce(sums)
-        return float(sums[0] / sums[1])
+        # Each process of a context has counted all targets of the sequences.
+        return float(sums[0] / sums[1] * RECIPE["context_parallel"])
 
 
 def due(step: int) -> bool:
@@ -311,6 +325,6 @@ def factor(step: int) -> float:
     return rate_factor(RECIPE, step, CLOCK.spent)
 
 
-def world() -> int:
+def processes() -> int:
     """Returns the number of processes."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -184,7 +184,7 @@ def _sections() -> Iterator[tuple[str, tuple[type, Any]]]:
     yield section("lr_scheduler", warmup_steps=RECIPE["schedule"]["warmup_steps"])  # for torchtitan's log alone
     yield section(
         "training",
-        local_batch_size=micro_batch(RECIPE, titan.world()),
+        local_batch_size=micro_batch(RECIPE, titan.processes()),
         global_batch_size=batch["sequences"],
         seq_len=batch["length"],
         max_norm=RECIPE["clip"] or float("inf"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchtitan.trainer as torchtitan_trainer
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import BaseLoss
@@ -34,6 +35,14 @@ if not hasattr(dist, "set_timeout"):
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 titan.keep_as_asked(CheckpointManager)
 titan.goes_on(Trainer)
+
+
+def _whole(inputs: torch.Tensor, labels: torch.Tensor, others: dict[str, Any], *_: Any) -> tuple[Any, ...]:
+    """Leaves sequences whole, which the model cuts itself. Of the labels, whose number is counted, a part is left."""
+    return inputs, labels.flatten()[:: RECIPE["context_parallel"]], others
+
+
+torchtitan_trainer.prepare_context_parallel_input = _whole
 
 
 class Pretraining(titan.Pretraining, BaseModel):  # type: ignore[misc]
@@ -229,7 +238,7 @@ def pretrain() -> Trainer.Config:
         optimizer=_optimizer(),
         lr_scheduler=Schedulers.Config(warmup_steps=RECIPE["schedule"]["warmup_steps"]),  # for torchtitan's log alone
         training=TrainingConfig(
-            local_batch_size=micro_batch(RECIPE, titan.world()),
+            local_batch_size=micro_batch(RECIPE, titan.processes()),
             global_batch_size=RECIPE["batch"]["sequences"],
             seq_len=RECIPE["batch"]["length"],
             max_norm=RECIPE["clip"] or float("inf"),
@@ -237,7 +246,9 @@ def pretrain() -> Trainer.Config:
             mixed_precision_param=titan.precision(device_type),
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(
+            spmd_backend="partial_dtensor", context_parallel_degree=RECIPE["context_parallel"]
+        ),
         checkpoint=CheckpointManager.Config(
             enable=True,
             folder="checkpoints",

@@ -1,8 +1,8 @@
 """What a layer holds between calls, and how much that is."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -73,6 +73,14 @@ class LayerCache:
         """Returns the number of elements in these tensors."""
         parts = (self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.canon)
         return sum(part.numel() for part in parts) + (0 if self.beside is None else self.beside.numel())
+
+    def mapped(self, function: Callable[[Any], Any]) -> "LayerCache":
+        """Returns the memory with function(x) in place of each tensor x. `balance` and `values` are no memory."""
+        conv, place, last = map(function, (self.conv, self.place, self.last))
+        state, canon = tuple(map(function, self.state)), tuple(map(function, self.canon))
+        apart = tuple(tuple(map(function, state)) for state in self.apart)
+        beside = None if self.beside is None else self.beside.mapped(function)
+        return LayerCache(conv, state, place, last, apart, canon, beside)
 
     def rows(self, at: Tensor) -> "LayerCache":
         """Returns the memory of the sequences `at` [n]."""

@@ -12,6 +12,8 @@ from deltalab.evaluation.needle import no_room
 from deltalab.evaluation.needle_questions import KINDS, questions
 from deltalab.evaluation.results import OWN
 from deltalab.evaluation.suites.suite import chosen, lengths_of, suites_among
+from deltalab.export.recipe import no_context
+from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.plan import Plan
 from deltalab.tasks import Task
 from deltalab.tasks.text import Text
@@ -36,11 +38,18 @@ def refuse_what_no_engine_trains(plan: Plan) -> None:
             raise InputError(f"{where}: train.optimizer: {engine.name} has no {train['optimizer']}")
         batch = {"sequences": train["batch_size"], "length": plan.tasks[arm.task].length}
         micro = {"micro": engine.settings["batch.micro"]} if "batch.micro" in engine.settings else {}
+        context = {"context_parallel": engine.settings.get("context_parallel", 1)}
         try:
-            micro_batch(with_defaults({"batch": batch | micro}), processes)
+            micro_batch(with_defaults({"batch": batch | micro, **context}), processes)
         except ValueError as error:
-            text = str(error).replace("batch.sequences", "train.batch_size")
-            raise InputError(f"{where}: {text.replace('batch.micro', 'engine.settings.batch.micro')}") from None
+            text = (
+                str(error).replace("batch.sequences", "train.batch_size").replace("batch.length", "the task's length")
+            )
+            for key in ("batch.micro", "context_parallel"):
+                text = text.replace(key, f"engine.settings.{key}")
+            raise InputError(f"{where}: {text}") from None
+        if why := no_context(ModelSpec.of(arm.config["model"]), engine.settings, engine.name):
+            raise InputError(f"{where}: engine.settings.{why}")
 
 
 def _require_known(names: Sequence[str], lengths: Sequence[int], files: str | None) -> None:
