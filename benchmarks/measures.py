@@ -55,6 +55,7 @@ LEDGERS = (
     (OUT.with_name("ledgers") / "comba_ablation_h200.db.xz", "comba_ablation:gpu", True),
     (OUT.with_name("ledgers") / "images_h200.db.xz", "images:gpu", True),
     (OUT.with_name("ledgers") / "state_tracking_h200.db.xz", "state_tracking:gpu", True),
+    (OUT.with_name("ledgers") / "niah_h200.db.xz", "niah:gpu", True),
     (OUT.with_name("ledgers") / "spreads_h200.db.xz", "spreads", True),
 )
 """Studies whose runs are there, and whether they tuned."""
