@@ -1,5 +1,6 @@
 """S5: one diagonal state space model over all channels of a head, whose complex states are pairs of channels."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -27,10 +28,39 @@ def pair_rate(init: float = 0.5) -> Gate:
 
 def _hippo(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """The positive imaginary parts of the eigenvalues of HiPPO-N with 2 n states, for the n pairs of a head."""
-    root = (2 * torch.arange(2 * shape[-1], dtype=torch.float64) + 1).sqrt()
-    skew = torch.outer(root, root).triu(1) / 2
-    frequencies: Tensor = torch.linalg.eigvalsh(1j * (skew - skew.T))[shape[-1] :]
-    return frequencies.float().expand(shape).clone()
+    return _frequencies(shape[-1]).float().expand(shape).clone()
+
+
+def _frequencies(pairs: int) -> Tensor:
+    """The positive omega_m of sum_j atan(2 omega_m / (2 j + 1)) = (m + 1/2) pi over j < 2 n, m = 0 ... n - 1, in fp64.
+
+    HiPPO-N is S with u_i u_j / 2 above its diagonal and -u_i u_j / 2 below, u_j^2 = 2 j + 1. If S x = i omega x, the
+    sum of u x behind j less that before j is multiplied by (2 i omega - u_j^2) / (2 i omega + u_j^2) at j. It begins
+    as the sum of all and ends as minus that, so that the product of these factors is -1.
+    """
+    states, target = 2 * pairs, (torch.arange(pairs, dtype=torch.float64) + 0.5) * torch.pi
+    # The sum is concave: from below, Newton's steps never pass the root.
+    guesses = torch.logspace(-2, 2 * math.log10(states) + 1, 4096, dtype=torch.float64)
+    omega = guesses[torch.searchsorted(_angles(guesses, states)[0], target) - 1]
+    for _ in range(5):
+        angles, slopes = _angles(omega, states)
+        omega = omega + (target - angles) / slopes
+    return omega
+
+
+def _angles(omega: Tensor, states: int) -> tuple[Tensor, Tensor]:
+    """The sum over j < `states` of atan(omega / (j + 1/2)), and its derivative.
+
+    The sum is the angle of Gamma(states + 1/2 + i omega) / Gamma(1/2 + i omega). Of its terms, 16 are added one by one,
+    and Stirling's series has the rest.
+    """
+    first = min(states, 16)
+    rows = torch.arange(first, dtype=torch.float64) + 0.5
+    angles, slopes = torch.atan(omega[:, None] / rows).sum(-1), (rows / (rows**2 + omega[:, None] ** 2)).sum(-1)
+    ends = [torch.complex(torch.full_like(omega, end + 0.5), omega) for end in (first, states)]
+    low, high = ((z - 0.5) * z.log() - z + 1 / (12 * z) - 1 / (360 * z**3) + 1 / (1260 * z**5) for z in ends)
+    low_slope, high_slope = (z.log() - 1 / (2 * z) - 1 / (12 * z**2) for z in ends)
+    return angles + (high - low).imag, slopes + (high_slope - low_slope).real
 
 
 @parameterization

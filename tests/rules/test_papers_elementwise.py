@@ -346,3 +346,25 @@ def test_starts_are_those_of_the_papers() -> None:
     eigenvalues = torch.linalg.eigvals(legs + torch.outer(rank_one, rank_one))
     want = sorted(float(z.imag) for z in eigenvalues if z.imag > 0)
     torch.testing.assert_close(start("s5", "omega", "value", (1, 3))[0], torch.tensor(want), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 7, 8, 9, 40, 150])
+def test_frequencies_of_s5_are_the_eigenvalues_of_hippo(pairs: int) -> None:
+    """In fp32, as a layer starts with them, to the last bit."""
+    root = (2 * torch.arange(2 * pairs, dtype=torch.float64) + 1).sqrt()
+    skew = torch.outer(root, root).triu(1) / 2
+    want = torch.linalg.eigvalsh(1j * (skew - skew.T))[pairs:]
+    omega = deltalab.get_rule("s5").gates["omega"].parameters["value"]((3, pairs), None)
+    assert torch.equal(omega, want.float().expand(3, pairs))
+
+
+def test_frequencies_of_many_channels_of_s5_need_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each solves the equation of a sum over all states, which is taken term by term here."""
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda x: pytest.fail(f"a matrix {list(x.shape)}"))
+    pairs = 2048
+    (omega,) = deltalab.get_rule("s5").gates["omega"].parameters["value"]((1, pairs), None)
+    rates = torch.arange(2 * pairs, dtype=torch.float64) + 0.5
+    angles = torch.stack([(value.double() / rates).atan().sum() for value in omega])
+    slopes = torch.stack([(rates / (rates**2 + value.double() ** 2)).sum() for value in omega])
+    off = (angles - rates[:pairs] * math.pi) / slopes / omega
+    assert float(off.abs().max()) < 1e-7
