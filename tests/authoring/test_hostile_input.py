@@ -163,6 +163,8 @@ REST = [
     ("d_model: 8", "d_model: 16384", None),
     ("heads: 1", "heads: 1\n    kv_rank: 65536", None),
     ("    heads: 1\n  rule: gla", "    heads: 1\n    key_dim: 65536\n  rule: rwkv6", None),
+    ("    heads: 1\n  rule: gla", "    heads: 1\n    key_dim: 4096\n  rule: s5", None),
+    ("    heads: 1\n  rule: gla", "    heads: 1\n    key_dim: 8192\n    expand_v: 2\n  rule: comba", None),
     (
         "seeds: 2",
         "seeds: {at_least: 2, at_most: 1000}\narms: {"
@@ -202,6 +204,31 @@ def test_a_rule_without_end_is_refused_on_images_too(watched: Watched) -> None:
     )
     assert (answer.code, answer.wrong) == (2, None), answer
     assert "arm 'base': a pass of a block over 64 tokens takes over 40,000 calls" in answer.said
+
+
+@pytest.mark.slow
+def test_a_rule_of_many_slots_is_planned_on_images(watched: Watched) -> None:
+    rule, study = {"name": "raven", "p": {"router": {"slots": 65_536}}}, yaml.safe_load(VALID)
+    answer = watched.plan(
+        yaml.safe_dump(study | {"task": {"shapes": {}}, "base": study["base"] | {"rule": rule}}).encode()
+    )
+    assert (answer.code, answer.wrong) == (0, None), answer
+
+
+@pytest.mark.slow
+def test_a_search_whose_candidates_share_a_rule_without_end_is_refused_once(watched: Watched) -> None:
+    rule, study = {"name": "gka", "iterations": 1_048_576}, yaml.safe_load(VALID)
+    search = {
+        "trials": 6,
+        "model.mlp_width": {"integers": [16, 4096]},
+        "model.conv": {"integers": [1, 16]},
+        "constrain": {"state": {"at_most": 40_960}},
+    }
+    base = study["base"] | {"rule": rule}
+    answer = watched.plan(yaml.safe_dump(study | {"task": {"shapes": {}}, "base": base, "search": search}).encode())
+    assert (answer.code, answer.wrong) == (2, None), answer
+    assert "candidates drawn is feasible" in answer.said
+    assert "a pass of a block over 64 tokens takes over 40,000 calls" in answer.said
 
 
 def test_a_folder_of_text_with_too_many_files_is_refused_before_it_is_read(

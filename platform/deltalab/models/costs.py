@@ -99,6 +99,7 @@ class CostCounter:
         """Begins with no block."""
         self.built = 0
         self._blocks: dict[tuple[str, int | None, bool], _Blocks] = {}
+        self._refused: dict[tuple[Any, ...], str] = {}
 
     def costs(self, model: ModelSpec, length: int) -> ModelCosts:
         """Counts a model after `length` tokens. Raises what the model raises when it is built or run."""
@@ -132,9 +133,21 @@ class CostCounter:
 
     def _counted(self, model: ModelSpec, length: int | None, *, gpu: bool = True) -> "_Blocks":
         key = repr(model), length, gpu
-        if key not in self._blocks:
-            self.built += 1
+        if key in self._blocks:
+            return self._blocks[key]
+        # How often a block calls operators follows from its rules and tokens. A search tries them in many widths.
+        second = model.second()
+        rules = [one.make_rule() for one in (model, second) if one is not None]
+        scans = model.patches, model.bidirectional, model.axes
+        calls = repr(rules), repr(model.experts), model.chunk_size, scans, length
+        if calls in self._refused:
+            raise InputError(self._refused[calls])
+        self.built += 1
+        try:
             self._blocks[key] = _count(model, length, gpu=gpu)
+        except _TooMany as error:
+            self._refused[calls] = str(error)
+            raise
         return self._blocks[key]
 
 
@@ -163,9 +176,9 @@ def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
         mlp_width = model.experts["count"] * (model.experts["width"] or mlp_width)
     ranks = (rank or 0 for rank in (model.q_rank, model.kv_rank, model.gate_rank))
     matrix = max(model.d_model * max(width, mlp_width), max(model.d_model, width) * max(ranks))
-    largest = max(matrix, model.heads * (length or 0) ** 2 // 8)
-    device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
     if not model.foreign():
+        largest = max(matrix, model.heads * (length or 0) ** 2 // 8, _state(model))
+        device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
         try:
             return _count_on(device, model, length)
         except _TooLarge:
@@ -177,6 +190,16 @@ def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
             raise
         with torch.autocast("cuda", torch.bfloat16):  # the module needs a GPU
             return _count_on(torch.device("cuda"), model, length)
+
+
+def _state(model: ModelSpec) -> int:
+    """Returns the elements of the states of a block of rules for one sequence, without making them."""
+    elements = 0
+    for one in (model, model.second()):
+        if one is not None:
+            k, v = (torch.empty(1, 1, one.heads, width, device="meta") for width in one.head_dims)
+            elements += sum(state.numel() for state in one.make_rule().start(k, v))
+    return elements
 
 
 @torch.no_grad()
@@ -201,14 +224,19 @@ def _run(network: Model, length: int, device: torch.device) -> tuple["_Counter",
     # Other attentions of a CPU hide their products from the counter.
     # A module of another author may well loop over its tokens, but a rule is run on few.
     # An image is run on all of its patches.
-    bounded = not network.spec.foreign() and (length <= SAMPLE or network.spec.patches is not None)
-    with sdpa_kernel(SDPBackend.MATH), _Counter(length if bounded else None, device) as counter:
+    looped = network.spec.foreign() or (length > SAMPLE and network.spec.patches is None)
+    written = None if network.spec.foreign() or device.type != "cpu" else MOST_WRITTEN
+    with sdpa_kernel(SDPBackend.MATH), _Counter(None if looped else length, device, written) as counter:
         _, cache = network.transform(network.blank(length))
     return counter, cache
 
 
 class _TooLarge(Exception):
     """A pass on a CPU writes more than `MOST_WRITTEN` elements."""
+
+
+class _TooMany(InputError):
+    """A pass calls operators more often than `MOST_CALLS` allows."""
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -272,13 +300,19 @@ class _Counter(TorchDispatchMode):
         written: Elements of all results.
     """
 
-    def __init__(self, tokens: int | None, device: torch.device) -> None:
-        """Begins to count. Unless `tokens` is None, a pass over so many tokens is bounded."""
+    def __init__(self, tokens: int | None, device: torch.device, most_written: int | None = None) -> None:
+        """Begins to count.
+
+        Args:
+            tokens: The tokens of the pass, which bound its calls; None for a pass with any number of calls.
+            device: The device of the pass.
+            most_written: The most elements of all results; None for no bound.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = self.written = self.calls = 0
         self._tokens = tokens
         self._most = None if tokens is None else MOST_CALLS * math.ceil(tokens / SAMPLE)
-        self._bounded = tokens is not None and tokens <= SAMPLE and device.type == "cpu"
+        self._most_written = most_written
         self._call = _forms if device.type == "meta" else _plain
 
     @classmethod
@@ -289,7 +323,7 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         self.calls += 1
         if self._most is not None and self.calls > self._most:
-            raise InputError(
+            raise _TooMany(
                 f"a pass of a block over {self._tokens} tokens takes over {self._most:,} calls of PyTorch's operators: "
                 "give its rule fewer iterations or steps"
             )
@@ -298,6 +332,6 @@ class _Counter(TorchDispatchMode):
             self.total += flops(*args, **kwargs, out_val=out)
         self.written += sum(one.numel() for one in (out if isinstance(out, tuple | list) else (out,))
                             if isinstance(one, torch.Tensor))  # fmt: skip
-        if self._bounded and self.written > MOST_WRITTEN:
+        if self._most_written is not None and self.written > self._most_written:
             raise _TooLarge
         return out
