@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 MOST_SECONDS = 5.0
 """Of wall time, but for the time in which the process waits for a processor that other processes use."""
 LOOP_SECONDS = 0.19
@@ -107,7 +108,10 @@ class Watched:
 
     def _start(self) -> subprocess.Popen[str]:
         # One thread: a fork has no others, and its processor time is that of one core.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        # The folder is another, in which a relative path would name nothing, and an installed deltalab would answer.
+        paths = os.pathsep.join(str(ROOT / name) for name in ("platform", "plugins"))
+        environment = {**os.environ, **threads, "PYTHONPATH": paths}
         command = [sys.executable, str(Path(__file__).resolve())]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=self.folder, env=environment,
