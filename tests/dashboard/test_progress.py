@@ -14,7 +14,7 @@ from deltalab_dashboard import frame
 from deltalab_dashboard.progress import STACKS
 
 ONE = RunningStack("mqar / no_*d* / candidate 3", "confirm", 1200, 3000, 75.0, "NVIDIA H100 *1* on lab")
-NEW = RunningStack("mqar / base / candidate 3", "confirm", 0, 3000, 1.0, None)
+NEW = RunningStack("mqar / base / candidate 3", "confirm", 2550, 3000, 1.0, None, budget=30.0)
 DOING = DriverStatus(
     600.0, 4, 0.9, (ONE, NEW), (Device("NVIDIA H100 *1* on lab", 1, 0.97),), {"tune": (8, 8), "confirm": (4, 32)}, 170.0
 )
@@ -35,11 +35,11 @@ def test_a_running_study_shows_first_how_far_it_is(store: Store) -> None:
         {
             "running": ONE.name,
             "stage": "confirm",
-            "step": "1,200 of 3,000",
+            "at": "step 1,200 of 3,000",
             "for": "75 s",
             "on": "NVIDIA H100 *1* on lab",
         },
-        {"running": NEW.name, "stage": "confirm", "step": "0 of 3,000", "for": "1 s", "on": "not known yet"},
+        {"running": NEW.name, "stage": "confirm", "at": "25.5 of 30 s", "for": "1 s", "on": "not known yet"},
     ]
     assert devices.to_dict("records") == [{"device": "NVIDIA H100 *1* on lab", "stacks now": "1", "busy": "97%"}]
     store.finish_study(study, "done")

@@ -12,6 +12,23 @@ BLOCKS = 100
 """The parts of the time after each of which the clock is read."""
 
 
+def reached(step: int, steps: int, seconds: float | None) -> str:
+    """Says how far a training is: at which step, or after how many of the seconds that end it.
+
+    Args:
+        step: The place in the training's schedule, as a beat tells it.
+        steps: The most steps of the training.
+        seconds: Its `TrainSpec.seconds`.
+
+    Examples:
+        >>> reached(1200, 3000, None), reached(52786, 100000, 30.0)
+        ('step 1,200 of 3,000', '15.8 of 30 s')
+    """
+    if seconds is None:
+        return f"step {step:,} of {steps:,}"
+    return f"{step / steps * seconds:,.{1 if seconds < 100 else 0}f} of {seconds:,g} s"
+
+
 class TimeBudget:
     """The seconds of a training's steps. Compilation, evaluations and checkpoints are not added to them.
 

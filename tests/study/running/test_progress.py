@@ -320,7 +320,37 @@ def test_a_line_says_how_far_a_stack_is_where_none_ends_for_a_minute(
     lines = [re.sub("ETA [^ ]+ ", "", line) for line in capsys.readouterr().err.splitlines()]
     assert [line.split(" s  ")[0] for line in lines] == ["[0/10] 0", "[0/10] 60", "[0/10] 120"]
     name, steps = re.escape(lines[0].split("starts with ")[1]), jobs[0].config["train"]["steps"]
-    assert re.fullmatch(rf"\[0/10] 60 s .*1 running, {name} at step 2 of {steps}", lines[1])
+    assert re.fullmatch(rf"\[0/10] 60 s .*1 running, {name} at step 2 of {steps:,}", lines[1])
+
+
+def test_a_training_that_time_ends_tells_seconds_and_when_it_ends(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps only say how far the schedule is: a third of them is 40 of 120 s."""
+    train = {**STUDY["base"]["train"], "steps": 99_000, "seconds": 120}
+    plan = planned(write(lab / "s.yaml", base={**STUDY["base"], "train": train}, tune=None, arms={}, seeds=2))
+    clock = Clock()
+    for module in (terminal, activity):
+        monkeypatch.setattr(module, "time", clock)
+    with Store.open(lab / "deltalab.db") as store:
+        study = store.begin_study("s", None, plan.identity, plan.spec.model_dump(mode="json"), arm_records(plan),
+                                  {"tasks": {}}, runs=str(lab / "runs"))  # fmt: skip
+        schedule, doing = Schedule(plan, store, study), DriverActivity()
+        with terminal.ProgressBars(schedule, doing, quiet=False) as shown:
+            jobs = schedule.next(1)
+            shown.started(jobs)
+            shown.advanced(jobs, 1)
+            clock.now += 80
+            shown.advanced(jobs, 33_000)
+            assert (shown._bars.tasks[-1].completed, shown._bars.tasks[-1].total) == (40, 120)
+        (running,) = doing.status().stacks
+    assert (running.step, running.budget) == (33_000, 120)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f"1 running, {running.name} at 40 of 120 s")
+    assert json.loads(json.dumps(doing.status().to_json()))["stacks"][0]["budget"] == 120
+    # The two runs of a stack share the time: 160 s are left of this stack, and 240 s are those of the one that waits.
+    assert (len(jobs[0].seeds), schedule.total) == (2, 2)
+    assert doing.eta() == pytest.approx(400, abs=1)
 
 
 def test_a_stack_tells_its_step_between_evaluations_and_its_device(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ class RunningStack:
         steps: The number of steps of the whole training.
         seconds: The time since the training began.
         device: The name of the device on which the stack trains; None until it is known.
+        budget: The seconds of steps that end the training, of which `step` tells the share; None if steps alone do.
     """
 
     name: str
@@ -34,6 +35,7 @@ class RunningStack:
     steps: int
     seconds: float
     device: str | None
+    budget: float | None = None
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ class _Running:
         return int(self.stack[0].config["train"]["steps"])
 
     @property
+    def budget(self) -> float | None:
+        seconds: float | None = self.stack[0].config["train"].get("seconds")
+        return seconds
+
+    @property
     def share(self) -> float:
         return min(1.0, self.step / self.steps)
 
@@ -218,6 +223,7 @@ class DriverActivity:
                         steps=running.steps,
                         seconds=now - running.began,
                         device=running.device,
+                        budget=running.budget,
                     )
                     for running in here
                 ),

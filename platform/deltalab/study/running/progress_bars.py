@@ -16,6 +16,7 @@ from deltalab.store.studies.driver_status import duration
 from deltalab.study.running.activity import DriverActivity
 from deltalab.study.running.schedule import StackSource, stack_label
 from deltalab.study.workers.jobs import Job
+from deltalab.training.time_budget import reached
 
 SILENCE = 60.0
 """Seconds without a line after which the step of a running stack is printed, if no bars are drawn."""
@@ -32,6 +33,13 @@ class _Eta(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text("" if task.id or task.finished else f"ETA {duration(self._eta())}")
+
+
+class _Done(MofNCompleteColumn):
+    """Shows what is done of all, with the unit that seconds have."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task).append(task.fields.get("unit", ""))
 
 
 class ProgressBars:
@@ -52,7 +60,7 @@ class ProgressBars:
             # A text that is too long for the terminal loses its end; the figures beside it stay whole.
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            _Done(table_column=Column(no_wrap=True)),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
             _Eta(self.eta),
             console=self.console,
@@ -89,22 +97,25 @@ class ProgressBars:
             stack: The stack.
             here: True if this driver trains the stack, False if a joined driver does.
         """
-        steps = stack[0].config["train"]["steps"]
+        train = stack[0].config["train"]
+        total, unit = (train["seconds"], " s") if train.get("seconds") else (train["steps"], "")
         name = stack_label(stack, self.schedule.plan)
         if not self._started:
             self._say(f"starts with {name}", eta=False)
             self._started = True
         self.activity.started(stack, name, here=here)
-        self._running[stack[0].key] = self._bars.add_task(f"  {name}", total=steps)
+        self._running[stack[0].key] = self._bars.add_task(f"  {name}", total=total, unit=unit)
         self._show()
 
     def advanced(self, stack: Sequence[Job], step: int, device: str | None = None) -> None:
         """Shows the step that a stack has reached, and notes on which device the stack trains."""
         self.activity.advanced(stack, step, device)
-        self._bars.update(self._running[stack[0].key], completed=step)
+        train = stack[0].config["train"]
+        steps, seconds = train["steps"], train.get("seconds")
+        self._bars.update(self._running[stack[0].key], completed=step if seconds is None else step / steps * seconds)
         if time.monotonic() - self._said >= SILENCE:
-            name, steps = stack_label(stack, self.schedule.plan), stack[0].config["train"]["steps"]
-            self._say(f"{len(self._running)} running, {name} at step {step} of {steps}")
+            name = stack_label(stack, self.schedule.plan)
+            self._say(f"{len(self._running)} running, {name} at {reached(step, steps, seconds)}")
 
     def finished(self, stack: Sequence[Job], device: str | None = None) -> None:
         """Shows that a stack has ended, with results or without."""

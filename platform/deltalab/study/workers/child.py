@@ -34,11 +34,12 @@ class Pulse:
     Attributes:
         file: The descriptor of the file for the child's state.
         steps: The steps of the training.
+        seconds: The seconds that end it; 0 if steps alone do.
     """
 
-    def __init__(self, file: int, steps: int) -> None:
+    def __init__(self, file: int, steps: int, seconds: float | None = None) -> None:
         """Begins before the first beat."""
-        self.file, self.steps = file, steps
+        self.file, self.steps, self.seconds = file, steps, seconds or 0.0
         self._durations: list[float] = []
         self._typical = math.inf
         self._last: tuple[str, int, float] = "", 0, 0.0
@@ -57,7 +58,7 @@ class Pulse:
             self._learn(now - since)
         done = done if step is None else step
         self._last = what, done, now
-        write_state(self.file, ChildState(now, ends, self._typical, done, self.steps, what))
+        write_state(self.file, ChildState(now, ends, self._typical, done, self.steps, self.seconds, what))
 
     def _learn(self, seconds: float) -> None:
         """Takes the median of the first 3, 6, 12, ... 1536 steps."""
@@ -156,6 +157,7 @@ def main(connected: int, printed: int, pulse: int) -> None:
 def _answer(text: str, worker: dict[str, Any], pulse: int, connection: socket.socket) -> dict[str, Any]:
     """Trains a stack, and returns the message that tells the worker what became of it."""
     stack = stack_from_json(text)
+    train = stack[0].config["train"]
     try:
         records = execute(
             stack,
@@ -163,7 +165,7 @@ def _answer(text: str, worker: dict[str, Any], pulse: int, connection: socket.so
             threads=worker["threads"],
             watch=lambda step: send(connection, {"step": step}),
             on=lambda device: send(connection, {"device": device}),
-            beat=Pulse(pulse, stack[0].config["train"]["steps"]),
+            beat=Pulse(pulse, train["steps"], train.get("seconds")),
         )
     except Lost as lost:
         return {"lost": str(lost), "of": lost.of}

@@ -16,6 +16,7 @@ class ChildState(NamedTuple):
         typical: The median time of a step in seconds; infinite while fewer than 3 steps are known.
         step: The steps that are done.
         steps: The steps of the training.
+        seconds: The seconds that end it; 0 if steps alone do.
         what: The name of the activity.
     """
 
@@ -24,10 +25,11 @@ class ChildState(NamedTuple):
     typical: float
     step: int
     steps: int
+    seconds: float
     what: str
 
 
-_LAYOUT = struct.Struct("dddqq40s")
+_LAYOUT = struct.Struct("dddqqd40s")
 _SIGNAL = struct.Struct("q")
 
 
@@ -38,8 +40,8 @@ def write_state(file: int, state: ChildState) -> None:
 
 def read_state(file: int) -> ChildState:
     """Reads the state that `write_state` wrote."""
-    since, ends, typical, step, steps, what = _LAYOUT.unpack(os.pread(file, _LAYOUT.size, 0))
-    return ChildState(since, ends, typical, step, steps, what.rstrip(b"\0").decode())
+    *numbers, what = _LAYOUT.unpack(os.pread(file, _LAYOUT.size, 0))
+    return ChildState(*numbers, what.rstrip(b"\0").decode())
 
 
 def write_signal(file: int, number: int) -> None:

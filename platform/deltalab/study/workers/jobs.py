@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deltalab.store import ArtifactRecord, RuleRecord, RunRecord, TrialRecord
+from deltalab.training.time_budget import reached
 
 if TYPE_CHECKING:
     from deltalab.models.spec import ModelSpec
@@ -94,8 +95,9 @@ class Lost(Exception):
 
 def late(job: Job, step: int) -> str:
     """Says that a trial was not done by its deadline."""
-    steps = job.config["train"]["steps"]
-    return f"the trial is not done after its deadline of {job.deadline:g} s, at step {step} of {steps}"
+    train = job.config["train"]
+    at = reached(step, train["steps"], train.get("seconds"))
+    return f"the trial is not done after its deadline of {job.deadline:g} s, at {at}"
 
 
 def interrupted_stacks_in(runs: Path) -> list[tuple[str, ...]]:

@@ -132,7 +132,7 @@ def _train(
     def watched(member: int, step: int, so_far: list[RunResult]) -> None:
         nonlocal seen
         if watch is not None and step > seen:
-            watch(step)
+            watch(max(step, done))  # time may have gone further than steps
         seen = max(seen, step)
 
     def timed(what: str, step: int | None = None, ends: float = ends) -> None:

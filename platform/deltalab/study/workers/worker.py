@@ -32,6 +32,7 @@ from deltalab.study.workers.fork_server import fork_server, search_path
 from deltalab.study.workers.jobs import IMPORTING, Job, Lost, forget_checkpoint, late, record_from_json, stack_to_json
 from deltalab.study.workers.printed_output import PrintedOutput
 from deltalab.training.beat import EVALUATION, FIRST_STEPS, STEP
+from deltalab.training.time_budget import reached
 
 _log = logging.getLogger("deltalab")
 
@@ -231,8 +232,11 @@ class _Child:
 
     def begin(self, stack: Sequence[Job]) -> None:
         """Sends a stack. Raises `OSError` if the child has ended or does not take the stack."""
-        steps = stack[0].config["train"]["steps"]
-        write_state(self._pulse.fileno(), ChildState(time.monotonic(), math.inf, math.inf, 0, steps, "starting"))
+        train = stack[0].config["train"]
+        begins = ChildState(
+            time.monotonic(), math.inf, math.inf, 0, train["steps"], train.get("seconds") or 0.0, "starting"
+        )
+        write_state(self._pulse.fileno(), begins)
         write_signal(self._pulse.fileno(), 0)
         self._words, self._late_since, self._still = "", None, 0
         first = stack[0]
@@ -419,7 +423,7 @@ def _patience(state: ChildState) -> float:
 
 def _at(state: ChildState) -> str:
     """Where in its training a child is, for a message."""
-    return f"at step {state.step} of {state.steps} ({state.what})"
+    return f"at {reached(state.step, state.steps, state.seconds or None)} ({state.what})"
 
 
 def _computing(state: ChildState) -> str | None:
