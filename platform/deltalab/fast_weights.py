@@ -151,6 +151,9 @@ def _start(
     rule: FastWeights, heads: int, key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype
 ) -> Weights:
     """Makes the start weights once for each device. A CUDA graph cannot draw on the host, or copy from the host."""
+    if device.type == "meta":  # without numbers, which may be too many for the host
+        with device:
+            return tuple(w.to(dtype) for w in rule.learner.start(heads, key_dim, value_dim))
     return tuple(w.to(device, dtype) for w in rule.learner.start(heads, key_dim, value_dim))
 
 

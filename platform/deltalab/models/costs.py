@@ -177,7 +177,7 @@ def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
     ranks = (rank or 0 for rank in (model.q_rank, model.kv_rank, model.gate_rank))
     matrix = max(model.d_model * max(width, mlp_width), max(model.d_model, width) * max(ranks))
     if not model.foreign():
-        largest = max(matrix, model.heads * (length or 0) ** 2 // 8, _state(model))
+        largest = max(matrix, model.heads * (length or 0) ** 2 // 8, _state(model, torch.device("meta")))
         device = torch.device("meta" if largest > MOST_COMPUTED else "cpu")
         try:
             return _count_on(device, model, length)
@@ -192,12 +192,12 @@ def _count(model: ModelSpec, length: int | None, *, gpu: bool) -> _Blocks:
             return _count_on(torch.device("cuda"), model, length)
 
 
-def _state(model: ModelSpec) -> int:
-    """Returns the elements of the states of a block of rules for one sequence, without making them."""
+def _state(model: ModelSpec, device: torch.device) -> int:
+    """Makes the states of a block of rules for one sequence, and returns their elements."""
     elements = 0
     for one in (model, model.second()):
         if one is not None:
-            k, v = (torch.empty(1, 1, one.heads, width, device="meta") for width in one.head_dims)
+            k, v = (torch.empty(1, 1, one.heads, width, device=device) for width in one.head_dims)
             elements += sum(state.numel() for state in one.make_rule().start(k, v))
     return elements
 
@@ -206,6 +206,10 @@ def _state(model: ModelSpec) -> int:
 def _count_on(device: torch.device, model: ModelSpec, length: int | None) -> _Blocks:
     with device:
         network = Model(model)
+    if not model.foreign():
+        _state(
+            model, device
+        )  # A rule may make what its states start with once in a process: that is no cost of a pass.
     tokens = length or SAMPLE
     counted, cache = _run(network, tokens, device)
     flops = counted.total / tokens - 2 * idle_parameters(network)
@@ -297,7 +301,7 @@ class _Counter(TorchDispatchMode):
 
     Attributes:
         total: Operations of matrix products.
-        written: Elements of all results.
+        written: Elements of all results, but for those that come from the host, such as hashes that are made once.
     """
 
     def __init__(self, tokens: int | None, device: torch.device, most_written: int | None = None) -> None:
@@ -330,6 +334,8 @@ class _Counter(TorchDispatchMode):
         out = self._call(func, args, kwargs)
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self.total += flops(*args, **kwargs, out_val=out)
+        if func is torch.ops.aten.lift_fresh.default:
+            return out
         self.written += sum(one.numel() for one in (out if isinstance(out, tuple | list) else (out,))
                             if isinstance(one, torch.Tensor))  # fmt: skip
         if self._most_written is not None and self.written > self._most_written:

@@ -1,6 +1,7 @@
 """A plan counts every model exactly, times few of them, and says what its times rest on."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from tests.support.folders import ROOT
 
 import deltalab
-from deltalab import InputError
+from deltalab import InputError, fast_weights
 from deltalab.models import costs
 from deltalab.models.costs import CostCounter
 from deltalab.models.model import build_model
@@ -99,10 +100,26 @@ def test_costs_are_those_of_operators_that_are_all_called(
     model = replace(COMBA, rule=rule, conv=4, mlp=True, rope=rule == "attention")
     monkeypatch.setattr(costs, "MOST_COMPUTED", 0)
     monkeypatch.setattr(costs, "_forms", costs._Forms())
-    CostCounter().costs(model, length)  # a rule makes its start weights once
     found = CostCounter().costs(model, length)
     monkeypatch.setattr(costs, "_forms", costs._plain)
     assert found == CostCounter().costs(model, length)
+
+
+@pytest.mark.parametrize("rule", ["miras", "titans", "ttt_linear", "ttt_mlp", "reformer"])
+def test_the_first_count_of_a_process_is_that_of_later_ones(rule: str) -> None:
+    """What a rule makes once in a process, such as start weights and hashes, is no cost of a pass."""
+    fast_weights._start.cache_clear()
+    sys.modules["deltalab_rules.reformer"].rotations.cache_clear()
+    counts = [CostCounter().costs(replace(COMBA, rule=rule), 8) for _ in range(2)]
+    assert counts[0] == counts[1]
+
+
+def test_start_weights_of_a_large_state_are_made_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.Tensor, "normal_", lambda x, *of, **given: x if x.is_meta else pytest.fail("drew numbers")
+    )
+    model = replace(COMBA, rule={"name": "ttt_linear"}, d_model=8, heads=1, key_dim=4096, layers=1)
+    assert CostCounter().costs(model, 8).cache.state >= 4096**2
 
 
 def test_a_form_is_that_of_the_types_of_the_numbers() -> None:
