@@ -21,7 +21,7 @@ import yaml
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from deltalab.data.token_shards import Packed
-from deltalab.engines import checkpoints, launch, machines
+from deltalab.engines import checkpoints, launch, machines, preparation
 from deltalab.engines.deltalab_train.batches import IGNORE, Batches, Rows, held_out
 from deltalab.engines.machines import Nodes
 from deltalab.engines.preparation import Launch, prepare
@@ -204,6 +204,25 @@ def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
         ({"given": ["graphs=true", "compile=true"]}, "--set graphs: there are no CUDA graphs with compile: true"),
         ({"given": ["precision=fp8"]}, "--set precision: unknown value 'fp8'"),
         ({"given": ["float8.enable=true"]}, "--set: no engine takes 'float8.enable': products are in bf16 or fp32"),
+        ({"given": ["parallelism.cp=2"]}, "'parallelism.cp': GPUs share a sequence by the setting context_parallel"),
+        ({"given": ["context_parallel=0"]}, "--set context_parallel: must be a whole number of at least 1"),
+        ({"given": ["context_parallel=2"]}, "context_parallel 2 must divide the number of processes, 1"),
+        (
+            {"given": ["context_parallel=2", "batch.length=15"], "processes": 2},
+            "context_parallel 2 must divide batch.length 15",
+        ),
+        (
+            {"given": ["context_parallel=2", "batch.length=16"], "processes": 6},
+            "batch.sequences 8 must be a multiple of the 3 groups of 2 processes",
+        ),
+        (
+            {"given": ["context_parallel=2"], "processes": 2, "engine": "accelerate"},
+            "context_parallel 2: accelerate gives each process whole sequences: take engine torchtitan",
+        ),
+        (
+            {"given": ["context_parallel=2", "compile=true"], "processes": 2},
+            "context_parallel 2: compiled blocks hand on no state: leave out compile",
+        ),
         ({"given": ["optimizer.lr=fast"]}, "--set optimizer.lr: must be a number of at least 0, not 'fast'"),
         ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
         ({"given": ["checkpoint.keep=1"]}, "--set checkpoint.keep: must be a whole number of at least 2"),
@@ -240,6 +259,22 @@ def test_data_of_another_tokenizer_are_refused(lab: Path, tmp_path: Path) -> Non
     (other / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(InputError, match="packed with another tokenizer"):
         prepare(lab / "model", other, gpus=0)
+
+
+def test_files_and_engines_that_hand_on_no_states_are_refused(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: dict[str, Any] = {"processes": 2, "given": ["batch.length=16", "context_parallel=2"]}
+    assert prepared(lab, **shared).recipe["context_parallel"] == 2
+    shutil.copytree(lab / "model", tmp_path / "older")
+    (tmp_path / "older/models_parts_context.py").unlink()
+    with pytest.raises(
+        InputError, match=r"context_parallel: .*/older has files for torchtitan that cannot hand on states"
+    ):
+        prepare(tmp_path / "older", lab / "packed", gpus=0, **shared)
+    monkeypatch.setattr(preparation, "version_of", lambda engine: "0.2.2")
+    with pytest.raises(InputError, match=r"torchtitan 0.2.2 cannot hand on states: install torchtitan 0.3$"):
+        prepared(lab, **shared)
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:

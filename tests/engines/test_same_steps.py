@@ -1,6 +1,7 @@
 """Engines take the steps of a study: its learning rates, and the updates of its optimizers."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,37 @@ def test_a_training_by_adamw_has_the_losses_of_the_study(
     losses = logged(tmp_path / "run", "loss")
     assert losses == pytest.approx(by_a_study(lab, replace(TRAIN, optimizer="adamw")), rel=1e-5)
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+def test_two_pairs_that_share_sequences_have_the_losses_of_the_study_and_one_process_goes_on(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, expected = tmp_path / "run", by_a_study(lab, replace(TRAIN, optimizer="adamw"))
+    given = ["optimizer.name=adamw", "checkpoint.every=4", "batch.micro=2"]
+    trained(lab, run, monkeypatch, *given, "context_parallel=2", processes=4)
+    assert logged(run, "loss") == pytest.approx(expected, rel=1e-5)
+    shutil.rmtree(checkpoints.complete_checkpoints(run)[-1])
+    trained(lab, run, monkeypatch, *given, begins="from step-4")
+    assert logged(run, "loss") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_that_share_packed_documents_measure_the_losses_and_gradients_of_one(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack([str(lab / "text.txt")], tmp_path / "packed", reading=Reading(separator="\n"))
+    (tmp_path / "model").symlink_to(lab / "model")
+    found: dict[str, dict[tuple[int, str, str], float]] = {}
+    for name, count, *more in (("alone", 1), ("shared", 2, "context_parallel=2", "activation_checkpointing=true")):
+        settings = ["validation.sequences=6", "log.every=1", "steps=3", "batch.documents=reset", *more]
+        trained(tmp_path, tmp_path / name, monkeypatch, *settings, processes=count)
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = {(row["step"], row["split"], row["name"]): row["value"] for row in rows}
+    wanted = [key for key in found["alone"] if key[2] in ("loss", "grad_norm")]
+    assert {key[1] for key in wanted} == {"train", "validation"}
+    for key in wanted:
+        assert found["shared"][key] == pytest.approx(found["alone"][key], rel=1e-5), key
 
 
 @pytest.mark.slow

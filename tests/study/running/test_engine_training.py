@@ -104,6 +104,25 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
             },
             "engine.settings.graphs: there are no CUDA graphs with batch.documents: reset",
         ),
+        (
+            {"engine": {"name": "torchtitan", "processes": 3, "settings": {"context_parallel": 2}}},
+            "base: engine.settings.context_parallel 2 must divide the number of processes, 3",
+        ),
+        (
+            {"engine": {"name": "torchtitan", "processes": 3, "settings": {"context_parallel": 3}}},
+            "base: engine.settings.context_parallel 3 must divide the task's length 16",
+        ),
+        (
+            {"engine": {"name": "accelerate", "processes": 2, "settings": {"context_parallel": 2}}},
+            "base: engine.settings.context_parallel 2: accelerate gives each process whole sequences",
+        ),
+        (
+            {
+                "engine": {"name": "torchtitan", "processes": 2, "settings": {"context_parallel": 2}},
+                "arms": {"mine": {"model": {"mixer": {"module": "torch.nn.Identity"}}}},
+            },
+            "arms.mine: engine.settings.context_parallel 2: layer 0 is the module 'torch.nn.Identity', which keeps no",
+        ),
         ({"engine": {"name": "torchtitan", "settings": {"compile": 3}}}, "compile: must be true or false, not 3"),
         ({"engine": {"name": "torchtitan", "processes": 3}}, "base: train.batch_size 8 must be a multiple of the 3"),
         ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `deltalab"),

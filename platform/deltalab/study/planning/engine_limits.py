@@ -48,7 +48,8 @@ def refuse_what_no_engine_trains(plan: Plan) -> None:
             for key in ("batch.micro", "context_parallel"):
                 text = text.replace(key, f"engine.settings.{key}")
             raise InputError(f"{where}: {text}") from None
-        if why := no_context(ModelSpec.of(arm.config["model"]), engine.settings, engine.name):
+        model = ModelSpec.of({**arm.config["model"], "rule": arm.config["rule"]})
+        if why := no_context(model, engine.settings, engine.name):
             raise InputError(f"{where}: engine.settings.{why}")
 
 
