@@ -318,7 +318,8 @@ def finals(store: Store, split: str, metric: str) -> dict[tuple[str, int], float
 def test_the_engine_trains_and_the_trial_is_measured_as_ever(packed: Path, tmp_path: Path, engine: str) -> None:
     db, file = tmp_path / "lab.db", tmp_path / "s.yaml"
     both = engine == "torchtitan"
-    section = {**STUDY["engine"], "name": engine, "processes": 1 + both, "evaluate": ["loss"]}
+    settings = {**STUDY["engine"]["settings"], "context_parallel": 1 + both}
+    section = {"name": engine, "processes": 1 + both, "settings": settings, "evaluate": ["loss"]}
     changes = {"engine": section, "seeds": 1} if both else {"engine": section, "arms": {}}
     file.write_text(yaml.safe_dump(study(packed, **changes)))
     given: dict[str, Any] = {"db": db, "executor": "inline", "unchecked": True}
