@@ -27,8 +27,22 @@ def pretrain() -> Any:
     return module
 
 
-def measured(out: Path, *given: str) -> tuple[list[dict[str, Any]], str]:
-    command = [sys.executable, str(SCRIPT), "--out", str(out), "--size", "toy", "--steps", "1", "--warm", "0", *given]
+def measured(out: Path, *given: str, processes: int = 0) -> tuple[list[dict[str, Any]], str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+    command = [
+        sys.executable,
+        *torchrun,
+        str(SCRIPT),
+        "--out",
+        str(out),
+        "--size",
+        "toy",
+        "--steps",
+        "1",
+        "--warm",
+        "0",
+        *given,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     file = out / "pretrain.json"
     return json.loads(file.read_text())["rows"] if file.exists() else [], done.stdout + done.stderr
@@ -49,6 +63,31 @@ def test_rows_of_several_shapes_are_added_to_those_before(tmp_path: Path) -> Non
     assert rows[0]["precision"] == "fsdp"
     assert sum(rows[2]["kinds"].values()) == pytest.approx(rows[2]["device_ms"])
     assert "aten::mm" in said
+
+
+@pytest.mark.slow
+def test_processes_that_share_sequences_have_the_loss_of_one_and_count_tokens_once(tmp_path: Path) -> None:
+    given = ("--model", "ours:comba", "--shape", "2x64")
+    rows, said = measured(tmp_path, *given, "--context", "--checkpoint", processes=2)
+    (alone,), _ = measured(tmp_path / "alone", *given)
+    assert [(row["context"], row["gpus"], row["shape"]) for row in rows] == [(True, 2, "2x64")], said
+    assert rows[0]["tokens_per_second"] == pytest.approx(128 / rows[0]["ms"] * 1e3)
+    assert rows[0]["first_loss"] == pytest.approx(alone["first_loss"], rel=1e-3)
+    assert "2 GPU fsdp     sharing each sequence checkpointed" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--model", "ours:comba"), "--context needs several processes: start it by torchrun"),
+        (("--model", "fla:comba"), "--context is for models of ours with precision fsdp"),
+        (("--model", "ours:comba", "--precision", "bf16"), "--context is for models of ours with precision fsdp"),
+    ],
+)
+def test_sequences_that_cannot_be_shared_are_refused(tmp_path: Path, given: tuple[str, ...], message: str) -> None:
+    rows, said = measured(tmp_path, *given, "--context", "--shape", "2x64")
+    assert not rows
+    assert message in said
 
 
 @pytest.mark.slow
