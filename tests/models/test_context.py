@@ -92,9 +92,11 @@ def together(case: Case, size: int) -> dict[str, Tensor]:
     """The sums over the processes, each of which computes its part."""
     model, (tokens, targets, bounds) = build_model({**PLAIN, **case[0]}, seed=1).double(), drawn(case[1])
     context = Context(size)
-    for _ in range(2):  # the second pass knows the forms of the states
-        part = context.part(tokens, bounds)
-        found = gradients(model, [(part.cut(tokens), part.cut(targets), part)])
+    # After as many tokens, other processes of longer sequences hand on. The last pass knows the forms of the states.
+    for times in (2, 1, 1) if bounds is None else (1, 1):
+        longer = [x.repeat(1, times) for x in (tokens, targets)]
+        part = context.part(longer[0], bounds)
+        found = gradients(model, [(part.cut(longer[0]), part.cut(longer[1]), part)])
     for value in found.values():
         dist.all_reduce(value)
     return found
@@ -156,6 +158,15 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     mp.spawn(work, (request.param, folder), nprocs=request.param)  # type: ignore[no-untyped-call]
     read: dict[str, dict[str, Tensor]] = torch.load(folder / "found.pt")
     return read
+
+
+def test_padding_and_whole_sequences_are_not_shared() -> None:
+    part: Any = object()
+    model, tokens = build_model({**PLAIN, "rule": "comba"}), drawn(None)[0]
+    with pytest.raises(InputError, match="processes share sequences without padding"):
+        model.read(tokens, attention_mask=torch.ones(2, LENGTH), part=part)
+    with pytest.raises(InputError, match="of a model that reads token after token"):
+        build_model({**PLAIN, "rule": "comba", "readout": "last"}).read(tokens, part=part)
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

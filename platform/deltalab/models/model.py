@@ -183,7 +183,12 @@ class Model(Started):
         """Computes `features`, and the balance loss as `balance_of` sums it, which is to be added to a mean loss.
 
         With a `part`, the tokens and `cu_seqlens` are those of the part alone.
+
+        Raises:
+            InputError: As for `features`, or there is a part of what cannot be read in parts.
         """
+        if part is not None and (attention_mask is not None or self.rebuild is not None or self.spec.patches):
+            raise InputError("processes share sequences without padding, of a model that reads token after token")
         if self.spec.patches is not None:
             if cu_seqlens is not None or attention_mask is not None:
                 raise InputError("a model of images takes no image packed or padded")

@@ -26,7 +26,7 @@ class Context:
     its own to r + 1. So process r is r blocks behind process 0, and no process waits more often. In backward, the
     gradients of the memories go the other way.
 
-    All processes make it, at the same time. Neighbouring ranks belong together.
+    All processes make it, at the same time, for one model. Neighbouring ranks belong together.
 
     Args:
         size: R, which divides the number of all processes.
@@ -39,7 +39,9 @@ class Context:
         # Groups of their own: a collective of FSDP2 would wait for the memory that it shares a group with.
         self.memories = [dist.new_group(ranks) for ranks in groups][place]
         self.forms = [dist.new_group(ranks, backend="gloo") for ranks in groups][place]
-        self.known: dict[tuple[int, int, int], Any] = {}
+        # The forms of layer, rows and tokens before. The neighbour of a process knows which ones it knows.
+        self.told: dict[tuple[int, int, int], Any] = {}
+        self.heard: dict[tuple[int, int, int], Any] = {}
         self.sent: list[tuple[Any, Tensor]] = []
 
     @property
@@ -114,13 +116,13 @@ class Part:
         if not self.before:
             return None
         context, key = self.context, (layer, self.batch, self.before)
-        forms = None if self.packed else context.known.get(key)
+        forms = None if self.packed else context.heard.get(key)
         if forms is None:
             size = context.receive(torch.empty(1, dtype=torch.long), context.rank - 1, context.forms)
             text = torch.empty(int(size), dtype=torch.uint8)
             forms = pickle.loads(context.receive(text, context.rank - 1, context.forms).numpy().tobytes())
             if not self.packed:
-                context.known[key] = forms
+                context.heard[key] = forms
         shapes: list[Form] = []
         forms.mapped(shapes.append)
         anchor = torch.empty(0, device=self.device, requires_grad=True)
@@ -134,18 +136,18 @@ class Part:
         """Sends the memory of a layer after its last sequence to the next process, if the sequence goes on there."""
         if not self.after:
             return
-        context, key = self.context, (-1 - layer, self.batch, self.after)
+        context, key = self.context, (layer, self.batch, self.after)
         if self.cu_seqlens is not None:
             cache = cache.rows(torch.tensor([len(cache.conv) - 1]))
         forms = cache.mapped(lambda x: Form(tuple(x.shape), x.dtype))
-        if self.packed or key not in context.known:
+        if self.packed or key not in context.told:
             text = torch.frombuffer(bytearray(pickle.dumps(forms)), dtype=torch.uint8)
             context.send(torch.tensor([len(text)]), context.rank + 1, context.forms)
             context.send(text, context.rank + 1, context.forms)
             if not self.packed:
-                context.known[key] = forms
-        elif context.known[key] != forms:
-            raise RuntimeError(f"layer {layer} hands on {forms}, and did {context.known[key]} after as many tokens")
+                context.told[key] = forms
+        elif context.told[key] != forms:
+            raise RuntimeError(f"layer {layer} hands on {forms}, and did {context.told[key]} after as many tokens")
         parts: list[Tensor] = []
         cache.mapped(parts.append)
         self.ties.append(_Sent.apply(context, *parts))  # type: ignore[no-untyped-call]
