@@ -31,7 +31,7 @@ from deltalab.study.workers.train_stack import failed
 
 _log = logging.getLogger("deltalab")
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 0.25
 """Seconds between two looks at the queue."""
 ENDED = ("done", "failed")
 """The states of a study in which no trial is missing."""
@@ -99,10 +99,10 @@ class Sharing:
     ) -> None:
         """Ends the thread."""
         self._stop.set()
-        self._thread.join(5 * POLL_SECONDS)  # The thread may be waiting for a database that is gone.
+        self._thread.join(5.0)  # The thread may be waiting for a database that is gone.
 
     def _run(self) -> None:
-        """Calls `refresh` once a second, in the thread."""
+        """Calls `refresh` several times a second, in the thread."""
         try:
             while not self._stop.is_set():
                 self.refresh()
