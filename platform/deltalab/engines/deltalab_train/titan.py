@@ -37,6 +37,9 @@ KEPT_BYTES = 4 * 2**30
 """Gathered weights of at most so many bytes stay on each GPU from the forward to the backward pass. Larger weights are
 gathered again, which costs more time on the host than on the GPUs. A step of 394M parameters on two H200 takes 215 ms
 if the weights are gathered again, and 187 ms if they stay."""
+TOGETHER_BYTES = 200 * 2**20
+"""Weights that stay are gathered by one call for as many blocks as hold so many bytes, and at least one. On another two
+H200, a step of 394M takes 200 ms with a call for each block, and 188 ms with one for six."""
 
 
 def run_folder() -> Path:
@@ -145,8 +148,12 @@ def parallelize(
     if RECIPE["context_parallel"] > 1:
         module.context = Context(RECIPE["context_parallel"])
         options["reshard_after_forward"] = False
-    for block in module.model.blocks if module.context is None else ():
-        fully_shard(block, **options)
+    blocks = list(module.model.blocks) if module.context is None else []
+    together = 1
+    if blocks and not options["reshard_after_forward"]:
+        together = max(1, TOGETHER_BYTES * len(blocks) // gathered)
+    for first in range(0, len(blocks), together):
+        fully_shard(blocks[first : first + together], **options)
     fully_shard(module, **options)
     for part in module.modules():
         if isinstance(part, FSDPModule):
