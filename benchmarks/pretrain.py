@@ -483,8 +483,8 @@ def main() -> None:
     for name in options.model:
         if name.partition(":")[0] not in MAKERS:
             parser.error(f"--model {name}: must start with one of {', '.join(MAKERS)}")
-        if options.context and (not name.startswith("ours:") or options.precision != "fsdp" or options.compile):
-            parser.error("--context is for models of ours with precision fsdp, and without --compile")
+        if options.context and (not name.startswith("ours:") or options.precision != "fsdp"):
+            parser.error("--context is for models of ours with precision fsdp")
     if options.context and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error("--context needs several processes: start it by torchrun")
     options.out.mkdir(parents=True, exist_ok=True)

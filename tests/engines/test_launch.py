@@ -219,10 +219,6 @@ def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
             {"given": ["context_parallel=2"], "processes": 2, "engine": "accelerate"},
             "context_parallel 2: accelerate gives each process whole sequences: take engine torchtitan",
         ),
-        (
-            {"given": ["context_parallel=2", "compile=true"], "processes": 2},
-            "context_parallel 2: compiled blocks hand on no state: leave out compile",
-        ),
         ({"given": ["optimizer.lr=fast"]}, "--set optimizer.lr: must be a number of at least 0, not 'fast'"),
         ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
         ({"given": ["checkpoint.keep=1"]}, "--set checkpoint.keep: must be a whole number of at least 2"),

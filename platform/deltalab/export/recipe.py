@@ -302,8 +302,6 @@ def no_context(model: ModelSpec, settings: Mapping[str, Any], engine: str) -> st
     where = f"context_parallel {count}: "
     if engine != "torchtitan":
         return f"{where}{engine} gives each process whole sequences: take engine torchtitan"
-    if settings.get("compile"):
-        return f"{where}compiled blocks hand on no state: leave out compile"
     for layer in range(model.depth):
         spec = model.at(layer)
         for mixer in (spec, spec.second()):
