@@ -1,5 +1,6 @@
 """Training of exported folders: what the launcher refuses, the stream of batches, and the five commands at toy size."""
 
+import hashlib
 import io
 import json
 import math
@@ -271,6 +272,14 @@ def test_files_and_engines_that_hand_on_no_states_are_refused(
     monkeypatch.setattr(preparation, "version_of", lambda engine: "0.2.2")
     with pytest.raises(InputError, match=r"torchtitan 0.2.2 cannot hand on states: install torchtitan 0.3$"):
         prepared(lab, **shared)
+
+
+def test_a_release_with_another_setting_finds_the_folders_of_runs(lab: Path) -> None:
+    ready = prepared(lab)
+    before = {name: value for name, value in ready.recipe.items() if name != "context_parallel"}
+    text = json.dumps([ready.about["identity"], before], sort_keys=True, default=str)
+    assert ready.run.name == f"torchtitan-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    assert prepared(lab, processes=2, given=["batch.length=16", "context_parallel=2"]).run != ready.run
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:

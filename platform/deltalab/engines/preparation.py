@@ -33,7 +33,7 @@ from deltalab.export.retrain import load_rules
 from deltalab.export.scales import parameter_count
 from deltalab.models.spec import ModelSpec
 from deltalab.reading import read_json, read_yaml
-from deltalab.training.recipe_keys import DEFAULTS, default_settings, micro_batch, with_defaults
+from deltalab.training.recipe_keys import DEFAULTS, LATER, default_settings, micro_batch, with_defaults
 
 
 @dataclass
@@ -146,7 +146,7 @@ def prepare(
         "data": packed.meta["sha256"],
         "engine": engine,
     }
-    run = (run or folder / "runs" / f"{engine}-{_digest([identity, recipe])[:8]}").resolve()
+    run = (run or folder / "runs" / f"{engine}-{_digest([identity, _named(recipe)])[:8]}").resolve()
     size = parameter_count(model)
     earlier = earlier_run(run, identity)
     if earlier:
@@ -283,6 +283,11 @@ def _enough_rows(recipe: dict[str, Any], data: Path, packed: Packed) -> None:
             f"--data {data}: its {packed.split('train').tokens:,} training tokens make no row of batch.length {length}"
         )
     recipe["validation"]["sequences"] = min(recipe["validation"]["sequences"], packed.split("validation").rows(length))
+
+
+def _named(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns what names a run of the recipe: without the settings of a later release that are at their defaults."""
+    return {name: value for name, value in recipe.items() if name not in LATER or value != DEFAULTS[name]}
 
 
 def _digest(value: object) -> str:

@@ -56,6 +56,9 @@ CHOICES = {
 SHARES = ("schedule.final", "schedule.stable")
 """The settings that are numbers from 0 to 1."""
 
+LATER = ("context_parallel",)
+"""The settings that a release before this one did not have. Its runs keep their folders' names."""
+
 LEAST = {
     "schedule.warmup_steps": 0,
     "batch.sequences": 1,
