@@ -40,8 +40,8 @@ def write_state(file: int, state: ChildState) -> None:
 
 def read_state(file: int) -> ChildState:
     """Reads the state that `write_state` wrote."""
-    *numbers, what = _LAYOUT.unpack(os.pread(file, _LAYOUT.size, 0))
-    return ChildState(*numbers, what.rstrip(b"\0").decode())
+    since, ends, typical, step, steps, seconds, what = _LAYOUT.unpack(os.pread(file, _LAYOUT.size, 0))
+    return ChildState(since, ends, typical, step, steps, seconds, what.rstrip(b"\0").decode())
 
 
 def write_signal(file: int, number: int) -> None:
