@@ -112,14 +112,20 @@ class Sample:
             of_seeds: Array = in_blocks[..., at, np.arange(n) - firsts[at], :]
             return of_seeds
         scores = self.validation if self.maximize else -self.validation
-        return _weights(_others(scores), self._errors(scores))
+        sums = _others(scores)
+        return _weights(sums, self._errors(scores, sums))
 
-    def _errors(self, scores: Array) -> Array:
-        """The standard errors e by which each seed weighs, [..., n]; 0 with fewer than two other seeds."""
+    def _errors(self, scores: Array, sums: Array) -> Array:
+        """The standard errors e by which each seed weighs, [..., n]; 0 with fewer than two other seeds.
+
+        Args:
+            scores: The scores, [..., n, C].
+            sums: Their sums over a seed's other seeds, [..., n, C].
+        """
         n, candidates = scores.shape[-2:]
         if n < 3 or candidates < 2:
             return np.zeros(scores.shape[:-1])
-        best = _others(scores).argmax(-1)[..., None]
+        best = sums.argmax(-1)[..., None]
         scores = scores - scores.mean((-2, -1), keepdims=True)
         means = _others(scores) / (n - 1)
         squares = scores**2

@@ -11,6 +11,8 @@ from numpy.typing import ArrayLike
 from deltalab.statistics.cross_fitting import Array, Sample
 from deltalab.statistics.interquartile import interquartile_parts
 
+AT_ONCE = 2**17
+"""The scores that are weighed at once after an exchange: a core's cache holds them, and memory many times more."""
 _DUST = 1e-12
 """A difference smaller than this share of its terms counts as a rounding error."""
 
@@ -71,8 +73,13 @@ class Pairs:
 
     def results(self, signs: Array) -> tuple[Array, Array]:
         """Returns the results of arm and base, each [E, n], after the same exchange."""
-        kept = signs > 0
-        return self.arm.exchanged(self.base, kept).results(), self.base.exchanged(self.arm, kept).results()
+        size = max(1, AT_ONCE // self.arm.test.size)
+        parts = [signs[first : first + size] > 0 for first in range(0, len(signs), size)]
+        arm, base = (
+            np.concatenate([one.exchanged(other, kept).results() for kept in parts])
+            for one, other in ((self.arm, self.base), (self.base, self.arm))
+        )
+        return arm, base
 
 
 @dataclass(frozen=True)
