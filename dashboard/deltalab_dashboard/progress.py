@@ -5,7 +5,6 @@ import streamlit as st
 from deltalab.errors import InputError
 from deltalab.store import Store, Study
 from deltalab.store.studies.driver_status import StudyProgress, duration, study_progress
-from deltalab.training.time_budget import reached
 from deltalab_dashboard.frame import REFRESH_SECONDS
 from deltalab_dashboard.text import plain
 
@@ -63,7 +62,7 @@ def _stacks(progress: StudyProgress) -> None:
             {
                 "running": plain(stack.name),
                 "stage": stack.stage,
-                "at": reached(stack.step, stack.steps, stack.budget),
+                "at": stack.reached,
                 "for": duration(stack.seconds),
                 "on": plain(stack.device or "not known yet"),
             }

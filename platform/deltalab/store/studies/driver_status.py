@@ -14,6 +14,7 @@ from deltalab.store import drivers
 from deltalab.store.models import Driver, Stage
 from deltalab.store.outage import waited
 from deltalab.store.queries import Ledger
+from deltalab.training.time_budget import reached
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class RunningStack:
     seconds: float
     device: str | None
     budget: float | None = None
+
+    @property
+    def reached(self) -> str:
+        """How far the training is, in steps or in seconds."""
+        return reached(self.step, self.steps, self.budget)
 
 
 @dataclass(frozen=True)
