@@ -30,6 +30,11 @@ SHAPES = {"better": "triangle-up", "worse": "triangle-down", "equal": "square", 
 MARKS = {"better": "▲", "worse": "▼", "equal": "■", "undecided": "○"}
 """The character that marks a verdict in text. The keys are the results of `kind`."""
 
+PAGES = {"light": "#ffffff", "dark": "#171614"}
+"""The background of a page, by Streamlit's name of its theme."""
+READABLE = 4.5
+"""The contrast that WCAG 2 asks of text."""
+
 
 def kind(verdict: str) -> str:
     """Returns the key of a verdict in `COLORS`, `SHAPES` and `MARKS`.
@@ -69,3 +74,37 @@ def arm_colors(names: Sequence[str], base: str | None, highlighted: Sequence[str
         turns = (PALETTE[(at + i) % len(PALETTE)] for i in range(len(PALETTE)))
         color_of[name] = next(color for color in turns if color not in color_of.values())
     return color_of
+
+
+def text_color(color: str, theme: str) -> str:
+    """Returns a colour in which text can be read on the page: with as little black or white in it as that takes.
+
+    Args:
+        color: The colour, as #rrggbb.
+        theme: A key of `PAGES`.
+
+    Examples:
+        >>> text_color("#007733", "light"), text_color("#007733", "dark")
+        ('#007733', '#30915a')
+    """
+    page = PAGES[theme]
+    end = 255 if _luminance(page) < 0.5 else 0
+    shares = (
+        "#" + "".join(f"{round(c + (end - c) * mixed / 100):02x}" for c in bytes.fromhex(color[1:]))
+        for mixed in range(101)
+    )
+    return next(shade for shade in shares if contrast(shade, page) >= READABLE)
+
+
+def contrast(a: str, b: str) -> float:
+    """Returns the contrast of two colours, as WCAG 2 defines it: from 1 to 21."""
+    dark, light = sorted(map(_luminance, (a, b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(color: str) -> float:
+    """Returns the relative luminance of a colour, from 0 to 1."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (b / 255 for b in bytes.fromhex(color[1:]))
+    ]
+    return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

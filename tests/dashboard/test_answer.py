@@ -67,6 +67,13 @@ def test_colors_of_verdicts_can_be_seen_on_a_light_and_a_dark_page() -> None:
         assert min(contrast(color, "#ffffff"), contrast(color, "#171614")) >= 3, color
 
 
+def test_names_in_the_colors_of_arms_can_be_read_on_a_light_and_a_dark_page() -> None:
+    assert contrast("#007733", "#171614") < 4.5, "green, which cannot"
+    for color in (*colors.PALETTE, colors.BASE, colors.OTHERS):
+        for theme, page in colors.PAGES.items():
+            assert contrast(colors.text_color(color, theme), page) >= 4.5, (color, theme)
+
+
 def test_a_deuteranope_can_tell_the_colors_of_arms_apart() -> None:
     for a, b in combinations((*colors.PALETTE, colors.BASE), 2):
         assert apart(a, b) >= 12, (a, b)

@@ -45,7 +45,7 @@ def test_two_studies_stand_side_by_side(store: Store, ablation: int) -> None:
     assert not open_page("compare.py", study="1 ablation", what="arms", right="1 ablation").exception
 
 
-def test_three_studies_have_their_verdicts_and_curves_side_by_side(store: Store) -> None:
+def test_three_studies_have_their_verdicts_and_curves_together(store: Store) -> None:
     for name, low in (("one", 0.0), ("two", 0.1), ("three", 0.2)):
         study = begin(store, name, changes={"base": {}, "other": {"x": [0, 1]}})
         record(store, study, "base", "mqar", [value - low for value in BASE])
@@ -54,8 +54,9 @@ def test_three_studies_have_their_verdicts_and_curves_side_by_side(store: Store)
     query = {"study": "1 one", "left": "1 one", "right": "2 two", "further": "3 three", "task": "mqar"}
     app = open_page("compare.py", **query)
     table = cells(next(table.value for table in app.table if "arm" in table.value))
-    assert [name for name in table if name.startswith("verdict")] == [f"verdict, id {i}" for i in (1, 2, 3)]
-    assert table["accuracy, id 3"][0].startswith("0.721")
+    assert list(zip(table["arm"], table["id"], strict=True)) == [(arm, i) for arm in ("base", "other") for i in "123"]
+    assert table["accuracy"][2].startswith("0.721")
+    assert table["verdict"][:3] == ["base"] * 3
     [chart] = charts(app)
     [lines] = chart["layer"]  # Bands are drawn on demand.
     domain = lines["encoding"]["strokeDash"]["scale"]

@@ -241,18 +241,18 @@ def figure_rows(task: str, left: Choice, right: Choice) -> Iterator[dict[str, st
 
 
 def arm_rows(task: str, sides: Sequence[Choice]) -> Iterator[dict[str, str]]:
-    """Yields a row for each arm that one of the studies has, with the arm's figures in all of them."""
-    lines: dict[str, dict[str, str]] = {}
+    """Yields a row for each arm in each study that has it. The rows of an arm stand together."""
+    lines: dict[str, list[dict[str, str]]] = {}
     for choice in sides:
         table = choice.table(task)
-        names = [table.metric, "difference", "verdict"]
         for row in table.rows:
             figures = dict(zip(headers(table), cells(row, columns(table)), strict=True))
             figures["verdict"] = verdict_text(row)
-            line = lines.setdefault(row.arm, {"arm": row.arm})
-            line |= {f"{name}, id {choice.study.id}": figures[name] for name in names}
-    names = list(dict.fromkeys(name for line in lines.values() for name in line))
-    for line in lines.values():
+            shown = {name: figures[name] for name in (table.metric, "difference", "verdict")}
+            lines.setdefault(row.arm, []).append({"arm": row.arm, "id": str(choice.study.id), **shown})
+    together = [line for of_arm in lines.values() for line in of_arm]
+    names = list(dict.fromkeys(name for line in together for name in line))
+    for line in together:
         yield {name: line.get(name, "") for name in names}
 
 

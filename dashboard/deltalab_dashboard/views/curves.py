@@ -258,10 +258,12 @@ def curve_chart(
     dash = alt.StrokeDash("arm:N", scale=dashes, legend=None)
     layers.append(of_means.mark_line(strokeWidth=2.5, point=dots).encode(y=y, strokeDash=dash, tooltip=tooltip))
     ends = line_ends(means, logarithmic=scales["y"])
+    theme = st.context.theme.type or "light"
+    ends["ink"] = [colors.text_color(palette[arm], theme) for arm in ends["arm"]]
     layers.append(
         alt.Chart(ends)
         .mark_text(align="left", dx=6, fontSize=12, clip=False)
-        .encode(x=x, y=alt.Y("at:Q", title=title, scale=scale), text="arm:N", color=color)
+        .encode(x=x, y=alt.Y("at:Q", title=title, scale=scale), text="arm:N", color=alt.Color("ink:N", scale=None))
     )
     click = alt.selection_point(name=SWITCH, fields=["arm"], bind="legend", toggle="true")
     # The dashes of runs and of arms have scales of their own.
