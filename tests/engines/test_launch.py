@@ -263,6 +263,10 @@ def test_files_and_engines_that_hand_on_no_states_are_refused(
 ) -> None:
     shared: dict[str, Any] = {"processes": 2, "given": ["batch.length=16", "context_parallel=2"]}
     assert prepared(lab, **shared).recipe["context_parallel"] == 2
+    with pytest.raises(
+        InputError, match=r"must divide the number of processes, 3; --set context_parallel=... changes it"
+    ):
+        prepared(lab, **{**shared, "processes": 3})
     shutil.copytree(lab / "model", tmp_path / "older")
     (tmp_path / "older/models_parts_context.py").unlink()
     with pytest.raises(

@@ -130,7 +130,8 @@ def prepare(
     try:
         micro_batch(recipe, world)
     except ValueError as error:
-        raise InputError(f"{error}; --set batch.sequences=... changes it") from None
+        key = "context_parallel" if str(error).startswith("context_parallel") else "batch.sequences"
+        raise InputError(f"{error}; --set {key}=... changes it") from None
     require_own_code(folder)
     load_rules(folder)
     model = ModelSpec.of({name: value for name, value in config.items() if name in ModelSpec.__dataclass_fields__})
