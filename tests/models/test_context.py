@@ -1,7 +1,6 @@
 """Processes that share sequences, against one process in fp64: losses and all gradients."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -154,8 +153,10 @@ def work(rank: int, size: int, folder: Path) -> None:
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("context")
-    os.environ.pop("MASTER_ADDR", None)
-    mp.spawn(work, (request.param, folder), nprocs=request.param)  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MASTER_ADDR", raising=False)
+        patch.syspath_prepend(request.config.rootpath)  # The processes import this module by its name.
+        mp.spawn(work, (request.param, folder), nprocs=request.param)  # type: ignore[no-untyped-call]
     read: dict[str, dict[str, Tensor]] = torch.load(folder / "found.pt")
     return read
 
