@@ -1,5 +1,7 @@
 """Signed decays and windows, against loops written from their equations alone."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +36,28 @@ def test_signed_gla(backend: str, negative: bool) -> None:
                 S = S * alpha + torch.outer(x.v[b, t, h], x.k[b, t, h])
                 o[b, t, h] = S @ x.q[b, t, h]
     torch.testing.assert_close(scan(rule, x, backend), o)
+
+
+SIGNED = [
+    deltalab.get_rule("signed_gla"),
+    deltalab.get_rule("algebra", signed=True, decay="diagonal", low_rank="none"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", SIGNED, ids=lambda rule: rule.name)
+def test_a_decay_between_minus_one_and_one_keeps_its_digits_in_16_bits(rule: UpdateRule, dtype: torch.dtype) -> None:
+    x = inputs(rule)
+    g = x.gates["g"].clone()
+    g[0, 3] = -0.6931  # alpha is next to 0, and rounds to it in fp16
+    narrow = dataclasses.replace(x, gates={**x.gates, "g": g}).map(lambda part: part.to(dtype).requires_grad_())
+    last = [
+        deltalab.scan(rule, y.q, y.k, y.v, y.gates, scale=1.0, backend="chunked", chunk_size=4)[1][0]
+        for y in (narrow, narrow.map(torch.Tensor.double))
+    ]
+    torch.testing.assert_close(last[0].double(), last[1], rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(last[0].sum(), [narrow.gates["g"]])
+    assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
