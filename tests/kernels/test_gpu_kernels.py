@@ -4,8 +4,8 @@
     python3 -m pytest -m gpu tests/kernels/test_gpu_kernels.py -k sharda          # a sixteenth, from a to p
 
 Compilation takes most of the time. Cases that share kernels are in one shard, so that shards may run at once. A case
-takes up to 16 GiB, since its oracle keeps every state: give a GPU of 140 GiB at most 8 processes. A failure is one line
-with every error above its limit.
+takes much memory, since its oracle keeps every state: on a GPU of 140 GiB, 12 processes ran out of it, and 8 did not. A
+failure is one line with every error above its limit.
 """
 
 import dataclasses
@@ -46,20 +46,11 @@ FIXED = {
     "slstm": ("r",),
 }
 """Gates that a rule takes without a time axis alone."""
-CANCELS = {
-    "abc": {"d state[2]": 2},
-    "mamba3": {"d dt": 4, "d theta": 4, "d state[1]": 4},
-    "momentum_deltanet": {"d eta": 4},
-    "signed_gla": {"d g": 4},
-}
-"""Gradients that are sums of terms which cancel, by rule, and how many times the limit each may have.
+CANCELS = {"abc": "d state[2]"}
+"""A part of the state that is in every token's decay, so that its gradient is a sum over tokens that cancel.
 
-- ABC's d state[2] is in every token's decay. The rounding of its first pass alone moves it by 5e-3 in bf16, that of the
-  second by as much (500 tokens, K = V = 64).
-- Mamba-3's angles turn q and k alike: of all later tokens only what they read from before is left.
-- Momentum DeltaNet's eta is one number for a head, and its gradient a sum over all tokens.
-- Where alpha = 2 exp(g) - 1 is next to 0, Signed GLA's d g is a gradient of log |alpha|, which is next to 0 too, over
-  alpha: one in 400,000 gates makes 3e-5 in fp32.
+The rounding of ABC's first pass alone moves it by 5e-3 in bf16, that of the second by as much (500 tokens, K = V = 64).
+It is allowed twice the limit.
 """
 TOKEN_BY_TOKEN = 300
 """The longest sequence whose oracle is `recurrent`. Longer ones take `chunked`, which a test holds equal to it."""
@@ -243,8 +234,7 @@ def hold(rule: UpdateRule, x: Inputs, *, slack: float = 1.0, **more: Tensor) -> 
     """Asserts that output, last state and every gradient are within the limit of x's dtype of fp64.
 
     Rounded operands alone exceed the limit if an update keeps its norm (DeltaProduct's reflections), and fp32 exceeds
-    it if a regression is ill-conditioned. Twice that error is then allowed, with a warning: a kernel rounds operands of
-    the backward's products too.
+    it if a regression is ill-conditioned. 1.5 times that error is then allowed, with a warning.
     """
     x = _off_the_clip(rule, x, **more)
     exact = x.map(lambda part: part.detach().double().requires_grad_())
@@ -271,10 +261,10 @@ def judge(
     errors = {name: error(actual[name], right) for name, right in wanted.items() if right is not None}
     if "d g" in errors and _nothing(exact, wanted, actual, dtype):
         del errors["d g"]
-    missed = {name: it for name, it in errors.items() if not it <= limit * CANCELS.get(rule.name, {}).get(name, 1)}
+    missed = {name: it for name, it in errors.items() if not it <= limit * (1 + (CANCELS.get(rule.name) == name))}
     if missed:
         floor = _floor(rule, x, exact, wanted, {name: actual[name].dtype for name in missed}, **more)
-        for name in [name for name, it in missed.items() if it <= 2 * floor[name]]:
+        for name in [name for name, it in missed.items() if it <= 1.5 * floor[name]]:
             warnings.warn(f"{name}: {missed.pop(name):.1e}, and {floor[name]:.1e} by rounding", stacklevel=2)
     if missed:
         errors_text = ", ".join(f"{name} {it:.1e}" for name, it in missed.items())
