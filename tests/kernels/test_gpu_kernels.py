@@ -11,7 +11,7 @@ failure is one line with every error above its limit.
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deltalab
 from deltalab.authoring.inputs import Inputs, draw, draw_corners, moves, parts
 from deltalab.errors import InputError
+from deltalab.kernel_limits import MOST_KEYS
 from deltalab.kernels import sequence_parts as kernel_parts
 from deltalab.ops import reference
 from deltalab.ops.scan import operands
@@ -51,6 +52,11 @@ CANCELS = {"abc": "d state[2]"}
 
 The rounding of ABC's first pass alone moves it by 5e-3 in bf16, that of the second by as much (500 tokens, K = V = 64).
 It is allowed twice the limit.
+"""
+OUT_OF_RANGE = {("mlstm g=log_gate(init=3)", torch.float16)}
+"""Settings whose exact gradients do not fit a dtype.
+
+The one here has a denominator of 2e-5, so that the gradient of what it divides reaches 8e5. fp16 ends at 65504.
 """
 TOKEN_BY_TOKEN = 300
 """The longest sequence whose oracle is `recurrent`. Longer ones take `chunked`, which a test holds equal to it."""
@@ -99,10 +105,23 @@ STRUCTURES = [
 SHARDS: dict[object, str] = {}
 
 
-def case(name: str, rule: UpdateRule, dtype: torch.dtype, *rest: object, widths: tuple[int, int] = (64, 64)):
+def case(
+    name: str,
+    rule: UpdateRule,
+    dtype: torch.dtype,
+    *rest: object,
+    widths: tuple[int, int] = (64, 64),
+    marks: Sequence[pytest.MarkDecorator] = (),
+):
     shard = SHARDS.setdefault((path(rule), dtype, widths), "abcdefghijklmnop"[len(SHARDS) % 16])
     label = ", ".join([name, str(dtype).removeprefix("torch."), *map(str, rest)])
-    return pytest.param(rule, dtype, *rest, id=f"{label}, shard{shard}")
+    return pytest.param(rule, dtype, *rest, id=f"{label}, shard{shard}", marks=marks)
+
+
+def _setting(name: str, rule: UpdateRule, dtype: torch.dtype):
+    reason = "its gradients are beyond the dtype's range"
+    beyond = [pytest.mark.xfail(strict=True, reason=reason)] if (name, dtype) in OUT_OF_RANGE else []
+    return case(name, rule, dtype, marks=beyond)
 
 
 # Method: NaN around inputs, NaN in unwritten memory, and the errors of rounding alone.
@@ -114,8 +133,10 @@ def inputs(
     """On the device: q, k, v and gates with channels in dtype, other gates and the state in fp32.
 
     The heads forget after a few tokens, tens and hundreds. Gates per head are given per token: their own gradients
-    are sums that cancel, and say little about what is summed.
+    are sums that cancel, and say little about what is summed. Features of 64 channels may be wider than a kernel takes:
+    based and rebased have 16.
     """
+    key_dim = key_dim if rule.key_width(key_dim) <= MOST_KEYS else 16
     shape = {"batch": batch, "heads": HEADS, "key_dim": key_dim, "value_dim": value_dim}
     x = draw(rule, length=length, **shape)
     gates = {}
@@ -294,7 +315,9 @@ def _memory_of_one_case():
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [case(*named_rule, dtype) for named_rule in VARIANTS for dtype in LIMITS])
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [_setting(*named_rule, dtype) for named_rule in VARIANTS for dtype in LIMITS]
+)
 def test_every_setting_of_every_rule(rule, dtype):
     hold(rule, inputs(rule, dtype, 65, 64, 64, state=True))
 
