@@ -60,6 +60,12 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor
     past = k.shape[2] - q.shape[2]
     if not past and (not window or window >= q.shape[2]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if q.is_cuda and not window and q.shape[2] > 1:
+        # The kernels of a GPU align this mask without writing it: 32k queries of 64k tokens would take 2 GiB.
+        from torch.nn.attention.bias import causal_lower_right  # loads torch._dynamo, which takes seconds
+
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     query_place = past + torch.arange(q.shape[2], device=q.device)[:, None]
     key_place = torch.arange(k.shape[2], device=q.device)
     visible = key_place <= query_place

@@ -74,6 +74,23 @@ def test_a_windows_memory_is_linear_in_the_sequence(past: int) -> None:
     assert sizes[1] <= 2.1 * sizes[0]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("past", [1, 4096])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_later_queries_write_no_mask_on_a_gpu(past: int, dtype: torch.dtype, limit: float) -> None:
+    """Their attention, and its gradients, are those of all queries, cut."""
+    k, v, q = (normal(1, 2, 4096 + past, 64, seed=i).to("cuda", dtype).requires_grad_() for i in range(3))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = attend(q[:, :, past:], k, v, scale=0.1)
+    weights = normal(*found.shape, seed=3).to(found)
+    grads = torch.autograd.grad(found, [q, k, v], weights)
+    assert torch.cuda.max_memory_allocated() - before < 4096 * (4096 + past)  # bytes of a mask
+    whole = attend(q, k, v, scale=0.1)[:, :, past:]
+    torch.testing.assert_close(found, whole, rtol=limit, atol=limit)
+    torch.testing.assert_close(grads, torch.autograd.grad(whole, [q, k, v], weights), rtol=limit, atol=limit)
+
+
 def layer_of(rule: str, **given: Any) -> RuleLayer:
     """A layer away from its start, where norms are one."""
     layer = RuleLayer(deltalab.get_rule(rule), D, given.pop("heads", H), key_dim=K, value_dim=V, chunk_size=4, **given)
