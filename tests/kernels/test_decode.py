@@ -3,6 +3,8 @@
 import itertools
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -225,3 +227,30 @@ def test_the_operator_says_what_it_returns(fit: ResidualState | None) -> None:
         fake_o, fake_after = decode(IPLR, fake, scale=SCALE, state=None)
     for got, want in zip((fake_o, *fake_after), (o, *after), strict=True):
         assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+
+
+FIRST_TOKEN = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from deltalab.kernels.decode import decode_kernel
+
+types = dict.fromkeys(("r", "k", "u", "o"), "*bf16") | dict.fromkeys(("g", "e", "beta", "last"), "*fp32")
+types |= dict.fromkeys(("scale", "clip"), "fp32")
+sizes = {"H": 2, "K": 64, "V": 64, "BK": 64, "BV": 32, "STEPS": 1, "DIAGONAL": False, "LATE": True}
+names = decode_kernel.arg_names
+signature = {name: types.get(name, "constexpr") for name in names}
+constants = {(i,): sizes.get(name) for i, name in enumerate(names) if name not in types}
+source = ASTSource(fn=decode_kernel, signature=signature, constexprs=constants)
+print("cubin" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm)
+"""
+"""Compiles the kernel for an H100 with no state, as for the first token of a sequence."""
+
+
+def test_a_first_token_compiles() -> None:
+    """The interpreter runs what Triton's compiler refuses, such as code behind a return within an if."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", FIRST_TOKEN], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.stdout.split() == ["True"], found.stderr[-400:]

@@ -397,9 +397,10 @@ def test_extreme_gates_in_parts(rule, dtype, monkeypatch):
     hold(rule, rounded(rule, draw_corners(rule, batch=2, length=256, key_dim=64, value_dim=64), dtype), slack=2)
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["given", "empty"])
 @pytest.mark.parametrize(("rule", "dtype"), [case(*named_rule, dtype) for named_rule in VARIANTS for dtype in LIMITS])
-def test_one_token_without_gradients(rule, dtype):
-    x = inputs(rule, dtype, 1, 64, 64, state=True)
+def test_one_token_without_gradients(rule, dtype, given):
+    x = inputs(rule, dtype, 1, 64, 64, state=given)
     exact = x.map(lambda part: part.double().requires_grad_())
     o, state = deltalab.scan(rule, exact.q, exact.k, exact.v, exact.gates, state=exact.state, backend="recurrent")
     with poisoned(), torch.no_grad():

@@ -44,10 +44,12 @@ def block(state, head, key, value, K: tl.constexpr, V: tl.constexpr):
 @no_type_check
 def load(state, head, key, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Loads the `block` of a state in fp32; zeros if the state is None."""
-    if state is None:
-        return tl.zeros([BK, BV], dtype=tl.float32)
-    at, mask = block(state, head, key, value, K, V)
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if state is None:  # Triton compiles what follows a return within an if, too.
+        s = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        at, mask = block(state, head, key, value, K, V)
+        s = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return s
 
 
 @triton.jit
