@@ -22,8 +22,9 @@ import torch
 
 from deltalab.authoring.inputs import Inputs
 from deltalab.bench.measure import Bench
-from deltalab.bench.peers import Call, Contestant, Peer, imported, installed
+from deltalab.bench.peers import Call, Contestant, Peer, installed
 from deltalab.bench.results import GPU_SHAPE, Results, Shape
+from deltalab.ops.peers.scans import imported
 from deltalab.ops.scan import Backend
 from deltalab.rule import UpdateRule
 from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
@@ -97,7 +98,7 @@ def mesa_net(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
     It is another function, whose lambda is a constant for each channel.
     """
     installed("fla")
-    chunk = imported("fla", "fla.ops.mesa_net").chunk_mesa_net
+    chunk = imported("fla.ops.mesa_net", where="--against fla").chunk_mesa_net
     heads, key_dim = x.k.shape[2:]
     lamb = torch.ones(heads, key_dim, device=x.k.device)
     g = x.gates["g"].contiguous()

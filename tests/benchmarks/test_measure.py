@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from tests.support.folders import ROOT
-from torch import Tensor
+from tests.support.published_ops import OPS, pretend
 from torch.utils.flop_counter import FlopCounterMode
 
 import deltalab
@@ -27,8 +26,7 @@ from deltalab.bench.results import Figures, Results, Shape
 from deltalab.cli.app import main
 from deltalab.errors import InputError
 from deltalab.ops.reference import recurrent
-from deltalab.rule import Operands, UpdateRule
-from deltalab.structure import ADDITIVE, DECAY, DIAGONAL, HOUSEHOLDER, IPLR, SPLR, Transition
+from deltalab.rule import UpdateRule
 
 TINY = Shape(1, 32, 2, 8, 4)
 
@@ -153,24 +151,6 @@ def test_a_report_comes_back_from_its_json_and_is_drawn(
 
 # Peers.
 
-OPS: dict[str, tuple[Transition, Callable[..., Operands]]] = {
-    "linear_attn": (ADDITIVE, lambda q, k, v: Operands(q, k, v)),
-    "simple_gla": (DECAY, lambda q, k, v, g: Operands(q, k, v, g=g)),
-    "gla": (DIAGONAL, lambda q, k, v, g: Operands(q, k, v, g=g)),
-    "delta_rule": (HOUSEHOLDER, lambda q, k, v, beta: Operands(q, k, v, e=beta, beta=beta)),
-    "gated_delta_rule": (IPLR, lambda q, k, v, g, beta: Operands(q, k, v, g=g, e=beta, beta=beta)),
-    "comba": (SPLR, lambda q, k, v, p, g, beta: Operands(q, k, v, g=g, e=beta * (p * k).sum(-1), beta=beta)),
-    "kda": (
-        Transition(name="kda", decay="diagonal", low_rank="tied", reads="decayed_state"),
-        lambda q, k, v, g, beta: Operands(q, k, v, g=g, e=beta, beta=beta),
-    ),
-    "dplr_delta_rule": (
-        Transition(name="dplr", decay="diagonal", low_rank="free"),
-        lambda q, k, v, a, b, gk: Operands(q, k, v, g=gk, a=b, b=a),
-    ),
-}
-"""The function that each op of FLA computes, according to its naive version; Comba's according to its kernel."""
-
 
 @pytest.mark.parametrize(
     ("name", "op"),
@@ -201,42 +181,17 @@ def test_a_peer_is_given_the_function_of_the_rule(name: str, op: str) -> None:
 @pytest.mark.parametrize("name", ["rla", "rdn", "delta_product", "attention", "gka"])
 def test_what_no_peer_has_is_refused(name: str) -> None:
     x = draw(deltalab.get_rule(name), batch=1, length=2, heads=1, key_dim=4, value_dim=4)
-    with pytest.raises(InputError, match=f"no peer has an op for the structure of rule '{name}'"):
+    with pytest.raises(InputError, match=f"no peer has an op for rule '{name}'"):
         peers.op_for(deltalab.get_rule(name), x)
     comba = deltalab.get_rule("comba", transition="iplr")
-    with pytest.raises(InputError, match="erases and writes as rule 'comba'"):
+    with pytest.raises(InputError, match="gated_delta_rule erases and writes with one strength"):
         peers.op_for(comba, draw(comba, batch=1, length=2, heads=1, key_dim=4, value_dim=4))
 
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library with FLA's names that needs no GPU."""
-
-    def op(name: str) -> Callable[..., tuple[Tensor, Any]]:
-        def run(
-            *, scale: float, initial_state: Tensor | None = None, output_final_state: bool = False, **given: Tensor
-        ) -> tuple[Tensor, Any]:
-            if "gk" in given and name == "gla":
-                given["g"] = given.pop("gk")
-            transition, operands = OPS[name]
-            o, state = recurrent(
-                transition, operands(**given), scale=scale, state=None if initial_state is None else (initial_state,)
-            )
-            return o, state[0] if output_final_state else None
-
-        return run
-
-    for name in OPS:
-        module: Any = ModuleType(name)
-        setattr(module, f"chunk_{name}", op(name))
-        setattr(module, f"fused_recurrent_{name}", op(name))
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
-    flash: Any = ModuleType("flash_qla")
-    flash.chunk_gated_delta_rule = op("gated_delta_rule")
-    monkeypatch.setitem(sys.modules, "flash_qla", flash)
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(peers, "installed", lambda name: None)
+    pretend(monkeypatch)
+    monkeypatch.setattr(peers, "lacks", lambda name, *, where: None)
 
 
 @pytest.mark.parametrize("name", ["comba", "gla"])

@@ -99,10 +99,16 @@ def rule_check(
     quick: Annotated[
         bool, typer.Option("--quick", help="The checks of seconds, on the rule as it stands: no verdict for a study.")
     ] = False,
+    backend: Annotated[
+        str | None, typer.Option(help="Hold a back end to the equation instead: chunked, triton, fla or flash_qla.")
+    ] = None,
     as_json: AsJson = False,
     progress_form: Progress = "text",
 ) -> None:
     """Hold a rule to the contract, and keep the verdict for studies. Exit 1 if a check fails."""
+    if backend is not None:
+        _check_backend(name, backend, quick, as_json)
+        return
     from deltalab.authoring.kernel_line import kernel_line
     from deltalab.authoring.verdict import checked, keep
     from deltalab.registry import get_rule
@@ -116,6 +122,18 @@ def rule_check(
         if not as_json and all(result.passed for result in results):  # a rule that fails may not run
             print(f"{rule}: Triton kernels {kernel_line(get_rule(rule))}")
     _print_checks(results_of, "rule", as_json)
+
+
+def _check_backend(name: str, backend: str, quick: bool, as_json: bool) -> None:
+    """Holds a back end to the equation of each rule, and prints the results."""
+    from deltalab.authoring.rule_checks.backend_checks import check_backend
+    from deltalab.registry import get_rule
+    from deltalab.rule import UpdateRule
+
+    if quick:
+        raise InputError("--quick has no effect with --backend: leave it out")
+    results = {rule: check_backend(get_rule(rule), backend) for rule in _plugin_names(name, UpdateRule)}
+    _print_checks(results, "rule", as_json)
 
 
 @rule.command("bench")

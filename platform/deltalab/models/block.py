@@ -137,6 +137,7 @@ def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
         norm_eps=spec.norm_eps,
         out_std=(2 * depth) ** -0.5 * (spec.heads * value_dim) ** -0.5,
         chunk_size=spec.chunk_size,
+        backend="auto" if rule.transition is None else spec.backend,
     )
 
 

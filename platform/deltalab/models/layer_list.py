@@ -36,6 +36,7 @@ OF_A_LAYER = (
     "conv_bias",
     "skip",
     "norm_eps",
+    "backend",
     "beside",
 )
 """The settings of mixers that an entry of `ModelSpec.layers` may change for its own layer."""

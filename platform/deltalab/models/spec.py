@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.layer_list import ATTENTION, OF_A_MIXER, RULE, Layer, beside_layer, listed
@@ -15,6 +15,9 @@ from deltalab.models.parts.latent import refusal
 from deltalab.models.parts.limits import whole
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
+from deltalab.ops.peers.scans import PACKAGES
+from deltalab.ops.peers.table import hindrance
+from deltalab.ops.recurrence import Backend
 from deltalab.own_module import OwnModule, as_rule
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
@@ -119,6 +122,9 @@ class ModelSpec:
         readout: `position` reads a position's logits from its own hidden state. `last` reads them by an MLP from the
             position and the last hidden state of the sequence.
         chunk_size: The tokens of a chunk in the parallel form.
+        backend: The code that runs the rules' recurrences: `auto`, or another of `scan`. `fla` and `flash_qla` are the
+            kernels of flash-linear-attention and of FlashQLA, on a GPU, for rules whose structure they have. Layers of
+            other rules, such as attention, take `auto`.
         patches: The rows and columns of an image's patches, and the numbers of a patch: inputs are then images
             [B, rows columns, numbers], `vocab_size` counts classes, and input and output are not tied. None for tokens.
         positions: What an embedded patch is told of its place: `learned`, or fixed sines and cosines of row and column,
@@ -175,6 +181,7 @@ class ModelSpec:
     logit_cap: float | None = field(default=None, metadata=LATER)
     readout: Literal["position", "last"] = "position"
     chunk_size: int = 64
+    backend: Backend = field(default="auto", metadata=LATER)
     patches: tuple[int, int, int] | None = field(default=None, metadata=LATER)
     positions: Literal["learned", "sincos"] = field(default="learned", metadata=LATER)
     pool: Literal["mean", "last"] = field(default="mean", metadata=LATER)
@@ -215,6 +222,8 @@ class ModelSpec:
         self._check_numbers()
         if self.block not in ("transformer", "mamba"):
             raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
+        if self.backend not in get_args(Backend):
+            raise unknown("backend", self.backend, get_args(Backend), where="model.backend")
         if self.readout not in ("position", "last"):
             raise unknown("readout", self.readout, ("position", "last"), where="model.readout")
         if self.block == "mamba":
@@ -276,6 +285,12 @@ class ModelSpec:
         made = cls(**settings, rule=rule)
         if made.value_residual is not None and made.depth == 1:
             raise InputError("model.value_residual has no effect in one layer, which has no other before it")
+        if made.backend in PACKAGES:
+            # Layers of other rules, such as attention, take `auto`.
+            of_algebra = [rule for rule in made.rules() if rule.transition is not None]
+            for one in of_algebra or made.rules()[:1]:
+                if why := hindrance(one):
+                    raise InputError(f"model.backend '{made.backend}': {why}", key="model.backend")
         return made
 
     def _without_idle(self) -> None:
@@ -324,11 +339,12 @@ class ModelSpec:
     def kinds(self) -> list[tuple[int, "ModelSpec"]]:
         """Lists the different blocks: how many there are, and a model of such blocks alone, with a vocabulary of 1.
 
-        A value residual, which adds `value_shares` parameters to a model and is of no block alone, is left out.
+        A value residual, which adds `value_shares` parameters to a model and is of no block alone, is left out. So is
+        the backend, because blocks are counted where there may be no GPU.
         """
         alike, counts = dict[str, ModelSpec](), Counter[str]()
         for layer, count in self._first_of_each_kind().items():
-            block = replace(self.at(layer), vocab_size=1, value_residual=None)
+            block = replace(self.at(layer), vocab_size=1, value_residual=None, backend="auto")
             alike.setdefault(repr(block), block)
             counts[repr(block)] += count
         return [(counts[key], block) for key, block in alike.items()]

@@ -9,10 +9,11 @@ from deltalab.errors import InputError
 from deltalab.ops import reference
 from deltalab.ops.backends import NONE, Kernels, ScanKernel, automatic, available, lacks_triton
 from deltalab.ops.lowering import Lowered, by_channel, lowered, lowers
+from deltalab.ops.peers.scans import PACKAGES, scan_by
 from deltalab.rule import Operands, State
 from deltalab.structure import Transition
 
-Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton"]
+Backend: TypeAlias = Literal["auto", "recurrent", "chunked", "triton", "fla", "flash_qla"]
 """The forms of a recurrence; see `scan`."""
 
 
@@ -43,14 +44,14 @@ def recurrence(
         o [B, T, H, V] and the next state, both in at least fp32, or o in `dtype` from a kernel.
 
     Raises:
-        InputError: The backend is `triton`, and no kernel takes these operands.
+        InputError: No kernel of a backend that was asked for by name takes these operands.
     """
     token_by_token = backend == "recurrent" or (backend == "auto" and operands.k.shape[1] == 1)
     low = _lowered(transition, operands)
     diagonal = by_channel(low)
     if kernel := kernel_for(diagonal, dtype, backend):
         low = diagonal
-        if backend == "triton":
+        if backend != "auto":
             no_growth(low.operands.g)
         o, next_state = kernel(
             low.transition, low.operands, dtype=dtype, scale=scale, state=state, cu_seqlens=cu_seqlens
@@ -74,6 +75,8 @@ def _lowered(transition: Transition, operands: Operands) -> Lowered:
 
 def kernel_for(low: Lowered, dtype: torch.dtype, backend: Backend) -> ScanKernel | None:
     """The kernel that a backend takes for a recurrence, if any."""
+    if backend in PACKAGES:
+        return scan_by(backend, low.operands.u.device.type)
     kernels = allowed(backend, low.operands.u.device.type)
     if kernels.scan is None or kernels.takes is None:
         return None

@@ -22,6 +22,8 @@ from deltalab.ops.arguments import (
 )
 from deltalab.ops.backends import once
 from deltalab.ops.call import Call
+from deltalab.ops.peers.scans import PACKAGES
+from deltalab.ops.peers.table import hindrance
 from deltalab.ops.recurrence import Backend, allowed, no_growth, packs, recurrence
 from deltalab.rule import Operands, State, UpdateRule
 
@@ -60,7 +62,8 @@ def scan(
         state: What an earlier call returned, or None for an empty state.
         backend: `recurrent` is the equation, token by token. `chunked` is the parallel form, in chunks of `chunk_size`.
             `triton` is the kernel of the rule's structure, or the rule's own. `auto` takes a kernel on a GPU where
-            there is one, else the parallel form.
+            there is one, else the parallel form. `fla` and `flash_qla` are the kernels of flash-linear-attention and
+            of FlashQLA, where they are installed and have the rule's structure.
         chunk_size: Tokens of a chunk of the parallel form.
         cu_seqlens: Whole numbers [N + 1] from 0 to T, if B = 1 and the tokens are N sequences one after another. States
             are [N, H, K, V] then.
@@ -101,6 +104,8 @@ def _checked(call: Call) -> tuple[Tensor, State]:
 def _computed(call: Call) -> tuple[Tensor, State]:
     """Computes a call by a kernel if the backend allows kernels and one of them takes the inputs, else by PyTorch."""
     rule, q, k, v, backend = call.rule, call.q, call.k, call.v, call.backend
+    if backend in PACKAGES and (why := hindrance(rule)):
+        raise InputError(f"backend '{backend}': {why}: use 'auto', 'chunked' or 'recurrent'")
     kernels = allowed(backend, v.device.type)
     lacking = rule.lacks_kernel(k, v)
     fused = kernels.triton and lacking is None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -146,7 +147,7 @@ def counted_without_numbers(model: Model, length: int, step: int) -> list[Metric
     A GPU's kernels hide their products from the counter, and would be compiled for the count alone.
     """
     with torch.device("meta"):
-        return _counted(Model(model.spec), length, step)
+        return _counted(Model(replace(model.spec, backend="auto")), length, step)
 
 
 @contextmanager

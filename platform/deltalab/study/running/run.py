@@ -20,6 +20,7 @@ from deltalab.authoring.files import study_folder
 from deltalab.authoring.module_checks import demand_modules
 from deltalab.engines.machines import version_of
 from deltalab.errors import InputError, unknown
+from deltalab.ops.peers.scans import PACKAGES, lacks
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
 from deltalab.store.copies.backup import Backups
@@ -289,6 +290,8 @@ def require_runnable(plan: Plan, settings: RunSettings) -> None:
         device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"
         if gpu and device != "cpu" and here and not torch.cuda.is_available():
             raise InputError(f"{plan.study_file}: resources: a stack wants {gpu:g} GPU; this machine has none")
+        if here and (backend := arm.config["model"].get("backend")) in PACKAGES:
+            lacks(backend, where=f"{plan.study_file}: {where}: model.backend {backend}")
         if not gpu and device == "cuda" and settings.executor != "inline":
             raise InputError(f"{plan.study_file}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
 
