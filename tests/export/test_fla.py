@@ -373,7 +373,7 @@ def test_a_folder_without_weights_or_options_is_refused(tmp_path: Path) -> None:
         ({"norm_eps": None}, "model.norm_eps must be a positive number, not None"),
         ({"mlp_width": 0}, "model.mlp_width must be a whole number of at least 1, not 0"),
         ({"mlp_width": 8, "mlp": False}, "model.mlp_width has no effect without an MLP"),
-        ({"low_rank_bias": 1}, "model.low_rank_bias must be true or false, not 1"),
+        ({"low_rank_bias": 1}, "model.low_rank_bias must be true, false or a list of projections, not 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str) -> None:

@@ -103,7 +103,7 @@ def test_tokens_one_by_one_and_packed_are_the_whole(places: tuple[str, ...], set
     model, tokens = net(*places, **settings), torch.arange(20).reshape(2, 10) * 7 % 16
     cache = read_in_every_way(model, tokens)
     torch.testing.assert_close(cache[0].rows(torch.tensor([1])).conv, cache[0].conv[1:])
-    for row, both in zip(cache[0].rows(torch.tensor([1])).canon, cache[0].canon, strict=True):
+    for row, both in zip(cache[0].rows(torch.tensor([1])).tails, cache[0].tails, strict=True):
         torch.testing.assert_close(row, both[1:])
 
 

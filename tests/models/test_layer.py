@@ -267,6 +267,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: torch.ones_like(z),
     "sigmoid": lambda z: 1 / (1 + (-z).exp()),
     "silu": lambda z: z / (1 + (-z).exp()),
+    "linear": lambda z: z,
 }
 
 

@@ -131,7 +131,7 @@ def test_a_stack_is_as_each_alone(given: dict[str, Any]) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"value_residual": 0.5}, "model.value_residual must be {first, own, learned}, or null, not 0.5"),
+    ({"value_residual": 0.5}, "model.value_residual must be {first, own, learned}, {rank}, or null, not 0.5"),
     ({"value_residual": {"frist": 1}}, "model.value_residual: unknown key 'frist'; did you mean 'first'?"),
     ({"value_residual": {"own": True}}, "model.value_residual.own must be a number, not True"),
     ({"value_residual": {"own": float("nan")}}, "model.value_residual.own must be a number, not nan"),

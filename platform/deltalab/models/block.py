@@ -1,8 +1,9 @@
 """A block of a model: a rule's layer or a module, perhaps beside a second one, canon layers and an MLP."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -15,22 +16,33 @@ from deltalab.models.parts.depth import DepthNorm, Outputs
 from deltalab.models.parts.experts import Experts
 from deltalab.models.parts.images import scans_of
 from deltalab.models.parts.module_layer import ModuleLayer
-from deltalab.models.parts.token_shift import shifted
+from deltalab.models.parts.squared_relu import SquaredReLU, squared_relu_width
+from deltalab.models.parts.token_shift import TokenShift, shifted
 from deltalab.models.spec import ROPE, ModelSpec
 from deltalab.models.start import Linear, Matrices, Started, Uniform, linear
 from deltalab.ops.backends import automatic
 from deltalab.ops.convolution import tail_of
-from deltalab.ops.norm import ResidualNorm, RMSNorm
+from deltalab.ops.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from deltalab.ops.packing import Sequences
 from deltalab.own_module import OwnModule
 
 LAST = ("mixer.out", "beside.mixer.out", "mlp.out", "mlp.shared.out")
 """The last matrices of mixers and MLPs in a block."""
 
+NONE_SHIFTED: Mapping[str, Tensor] = MappingProxyType({})
+"""The means that an MLP without token shift reads."""
+
 
 def swiglu_width(d_model: int) -> int:
     """Returns the default hidden width of `SwiGLU`: 8/3 d, rounded up to a multiple of 8."""
     return -(-8 * d_model // 24) * 8
+
+
+def mlp_width(d_model: int, kind: bool | str) -> int:
+    """Returns the default hidden width of an MLP of a kind of `ModelSpec.mlp`."""
+    if kind is True:
+        return swiglu_width(d_model)
+    return squared_relu_width(d_model, gated=kind == "gated_relu2")
 
 
 class SwiGLU(nn.Module):
@@ -71,7 +83,7 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def make_mlp(spec: ModelSpec, shrink: float) -> SwiGLU | Experts:
+def make_mlp(spec: ModelSpec, shrink: float) -> SwiGLU | SquaredReLU | Experts:
     """Makes the MLP of a block, or its experts.
 
     Args:
@@ -79,6 +91,10 @@ def make_mlp(spec: ModelSpec, shrink: float) -> SwiGLU | Experts:
         shrink: The factor of the standard deviation at which last matrices start.
     """
     given = spec.experts
+    if isinstance(spec.mlp, str):
+        hidden = spec.mlp_width or mlp_width(spec.d_model, spec.mlp)
+        gated = spec.mlp == "gated_relu2"
+        return SquaredReLU(spec.d_model, hidden=hidden, gated=gated, out_std=shrink * hidden**-0.5)
     if given is None:
         width = spec.mlp_width or 8 * spec.d_model / 3
         return SwiGLU(spec.d_model, hidden=spec.mlp_width, out_std=shrink * width**-0.5)
@@ -91,11 +107,17 @@ def make_mlp(spec: ModelSpec, shrink: float) -> SwiGLU | Experts:
     return Experts(spec.d_model, given["count"], given["top"], **how)
 
 
-def make_norm(spec: ModelSpec) -> ResidualNorm | DepthNorm:
+def make_norm(spec: ModelSpec) -> ResidualNorm | ResidualLayerNorm | DepthNorm:
     """Makes what a mixer, an MLP or the logits read through: the norm of all outputs before them."""
     if spec.attention_residuals:
         return DepthNorm(spec.d_model, spec.attention_residuals, spec.norm_eps)
-    return ResidualNorm(spec.d_model, spec.norm_eps)
+    return make_sum_norm(spec)
+
+
+def make_sum_norm(spec: ModelSpec) -> ResidualNorm | ResidualLayerNorm:
+    """Makes a norm of the kind `ModelSpec.norm`, of a sum."""
+    kind = ResidualLayerNorm if spec.norm == "layer" else ResidualNorm
+    return kind(spec.d_model, spec.norm_eps)
 
 
 def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
@@ -131,8 +153,10 @@ def make_mixer(spec: ModelSpec, depth: int) -> RuleLayer | ModuleLayer:
         features=spec.features,
         scale=spec.scale,
         low_rank_bias=spec.low_rank_bias,
+        low_rank_activation=spec.low_rank_activation,
         conv_bias=spec.conv_bias,
         skip=spec.skip,
+        bonus=spec.bonus,
         value_residual=spec.value_residual,
         norm_eps=spec.norm_eps,
         out_std=(2 * depth) ** -0.5 * (spec.heads * value_dim) ** -0.5,
@@ -220,7 +244,7 @@ class Block(nn.Module):
     """A block of a model: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
     Canon layers A, C and D stand before the mixer, before the MLP, and before the activation of the MLP. B stands in
-    the mixer, on q, k and v.
+    the mixer, on q, k and v. A token shift of the MLP stands after C.
 
     The block leaves its last sum to the norm that follows the block. So it takes and returns two summands, x and
     branch. A branch of None is zero. With attention over depth, x is all outputs before branch.
@@ -240,11 +264,17 @@ class Block(nn.Module):
         self.beside: Beside | None = None
         if (second := spec.second()) is not None:
             self.beside = Beside(make_mixer(second, depth), spec.d_model, spec.norm_eps, shrink)
-        self.mlp: SwiGLU | Experts | None = None
+        self.mlp: SwiGLU | SquaredReLU | Experts | None = None
+        self.shift: TokenShift | None = None
         if spec.mlp and spec.block == "transformer":
             self.mlp_norm = make_norm(spec)
             self.mlp = make_mlp(spec, shrink)
-        inside = 2 * self.mlp.hidden if isinstance(self.mlp, SwiGLU) else 0
+            if spec.mlp_shift:
+                gated = ["gate"] if isinstance(self.mlp, SquaredReLU) and self.mlp.gate is not None else []
+                self.shift = TokenShift(spec.d_model, ["into", *gated])
+        inside = 0
+        if isinstance(self.mlp, SwiGLU | SquaredReLU):
+            inside = self.mlp.into.out_features
         widths = {"A": spec.d_model, "C": spec.d_model, "D": inside}
         if spec.init_std is not None:
             for path, part in self.named_modules():
@@ -269,8 +299,8 @@ class Block(nn.Module):
             cu_seqlens: As in `RuleLayer.advance`.
             first: As in `RuleLayer.advance`.
         """
-        if self.canon:
-            return self._with_canon(x, branch, cache, cu_seqlens, first)
+        if self.canon or self.shift is not None:
+            return self._with_tails(x, branch, cache, cu_seqlens, first)
         x, normed = self.norm(x, branch)
         branch, cache = self._scanned(normed, cache, cu_seqlens, first)
         if self.mlp is not None:
@@ -299,14 +329,21 @@ class Block(nn.Module):
         return both
 
     def _fed(
-        self, x: Tensor, cache: LayerCache, canon: Callable[[Tensor], Tensor] | None = None
+        self,
+        x: Tensor,
+        cache: LayerCache,
+        canon: Callable[[Tensor], Tensor] | None = None,
+        shifted: Mapping[str, Tensor] = NONE_SHIFTED,
     ) -> tuple[Tensor, LayerCache]:
-        """Computes the MLP of x, and the cache with the balance loss of its experts."""
+        """Computes the MLP of x, or of its means with other tokens, and the cache with the experts' balance loss."""
         assert self.mlp is not None
         if isinstance(self.mlp, Experts):
             y, balance = self.mlp(x)
             return y, replace(cache, balance=balance)
-        return self.mlp(x, canon), cache
+        into = shifted.get("into", x)
+        if isinstance(self.mlp, SquaredReLU):
+            return self.mlp(into, shifted.get("gate", x), canon), cache
+        return self.mlp(into, canon), cache
 
     def cache_size(self, cache: LayerCache) -> CacheSize:
         """Returns the number of elements in a cache, by what they are for."""
@@ -315,7 +352,7 @@ class Block(nn.Module):
             sizes.append(self.beside.mixer.cache_size(cache.beside))
         return CacheSize.summed(sizes)
 
-    def _with_canon(
+    def _with_tails(
         self,
         x: Tensor | Outputs,
         branch: Tensor | None,
@@ -323,7 +360,8 @@ class Block(nn.Module):
         cu_seqlens: "Tensor | Sequences | None",
         first: Tensor | None,
     ) -> tuple[Tensor | Outputs, Tensor, LayerCache]:
-        pasts = {} if cache is None else dict(zip(self.canon, cache.canon, strict=True))
+        places = [*self.canon, *(["shift"] if self.shift is not None else [])]
+        pasts = {} if cache is None else dict(zip(places, cache.tails, strict=True))
         tails: dict[str, Tensor] = {}
 
         def canon(place: str, x: Tensor) -> Tensor:
@@ -338,5 +376,9 @@ class Block(nn.Module):
         if self.mlp is not None:
             x, normed = self.mlp_norm(x, branch)
             inner = (lambda z: canon("D", z)) if "D" in self.canon else None
-            branch, cache = self._fed(canon("C", normed), cache, inner)
-        return x, branch, replace(cache, canon=tuple(tails[place] for place in self.canon))
+            fed, means = canon("C", normed), NONE_SHIFTED
+            if self.shift is not None:
+                means = self.shift(fed, pasts.get("shift"), packed)
+                tails["shift"] = tail_of(fed, None, 1, packed)
+            branch, cache = self._fed(fed, cache, inner, means)
+        return x, branch, replace(cache, tails=tuple(tails[place] for place in places))

@@ -106,6 +106,7 @@ class CostCounter:
         kinds = [(count, self._block(block, length)) for count, block in model.kinds()]
         # Each token of the vocabulary has a row in the embedding, and one in the output matrix unless they are tied. A
         # class of images has a row in the output matrix alone.
+        gates = 2 * (model.depth - 1) * model.value_flops
         rows = (model.vocab_size - 1) * (1 if model.tie_embeddings or model.patches else 2)
         return ModelCosts(
             parameters=kinds[0][1].ends
@@ -113,7 +114,7 @@ class CostCounter:
             + model.value_shares
             + sum(n * block.parameters for n, block in kinds),
             cache=CacheSize.summed(block.cache for n, block in kinds for _ in range(n)),
-            flops_per_token=sum(n * block.flops_per_token for n, block in kinds),
+            flops_per_token=sum(n * block.flops_per_token for n, block in kinds) + gates,
             written_per_token=sum(n * block.written_per_token for n, block in kinds),
         )
 
@@ -122,7 +123,8 @@ class CostCounter:
 
         Raises what the model raises. A module of another author must run on a CPU, where no kernel hides its products.
         """
-        return sum(n * self._counted(block, length, gpu=False).flops_per_token for n, block in model.kinds())
+        blocks = sum(n * self._counted(block, length, gpu=False).flops_per_token for n, block in model.kinds())
+        return blocks + 2 * (model.depth - 1) * model.value_flops
 
     def _block(self, model: ModelSpec, length: int) -> "_Blocks":
         # The products of a module may grow with the tokens in any way, and a scan of an image reads all of its patches.

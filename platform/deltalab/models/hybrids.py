@@ -1,4 +1,4 @@
-"""Published hybrids as presets: `model: {preset: qwen3_next}` sets the rule, the list of layers and their settings."""
+"""Published models as presets: `model: {preset: qwen3_next}` sets the rule, the list of layers and their settings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ PRESET = "preset"
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A published model of several kinds of layers, at any width.
+    """A published model at any width, whose layers are of several kinds or need more than `RULE@published` can say.
 
     Attributes:
         source: The paper or code.
@@ -104,6 +104,18 @@ HYBRIDS: Mapping[str, Hybrid] = {
         "a norm of q and k over all heads together, where this norms each head; norms after attention; keys of 3/4 "
         "of d_model / heads, where these are whole",
         {"expand_v": 2.0},
+    ),
+    # Ranks of the model of 168M, of width 768. Those of gates are numbers of the rule, which no width changes.
+    "rwkv7": Hybrid(
+        "arXiv:2503.14456 (168M); fla/models/rwkv7 of fla-org/flash-linear-attention",
+        {"name": "rwkv7", "g": {"rwkv7_decay": {"rank": 64}}, "a": {"channel_sigmoid": {"rank": 64}},
+         "xi": {"head_channel": {"init": 0.71}}, "rho": {"head_channel": {"init": 1.02}}},
+        (RULE,) * 12,
+        "starts that differ by channel and layer; orthogonal and zero starts of matrices",
+        {"conv": 0, "token_shift": "each", "output_norm": "group", "output_gate": "linear", "gate_rank": "d_model/6",
+         "low_rank_activation": {"g": "tanh", "output_gate": "sigmoid"}, "low_rank_bias": ["a"], "bonus": True,
+         "value_residual": {"rank": "d_model/24"}, "mlp": "relu2", "mlp_shift": True, "norm": "layer",
+         "first_norm": True, "tie_embeddings": False},
     ),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """A rule as a layer that mixes tokens: projections, convolution, positions, gates, the rule, output norm and gate."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
+from deltalab.models.parts.bonus import TokenBonus, without_bonus
 from deltalab.models.parts.cache import CacheSize
 from deltalab.models.parts.cache import LayerCache as LayerCache
 from deltalab.models.parts.canon import CANON, before_convolution
-from deltalab.models.parts.first_values import ValueResidual
-from deltalab.models.parts.gates import Gates, Vectors, first_linear, unit
+from deltalab.models.parts.first_values import RANK, ValueGate, ValueResidual
+from deltalab.models.parts.gates import INSIDE, Gates, Vectors, first_linear, own_reader, unit
 from deltalab.models.parts.gates import shard_gates as shard_gates
 from deltalab.models.parts.latent import Latent, kept, refusal
 from deltalab.models.parts.token_shift import TokenShift
@@ -29,6 +30,9 @@ from deltalab.ops.rotary import angles, rotate
 from deltalab.ops.scan import BACKENDS, apart, joined, scan
 from deltalab.registry import get_rule
 from deltalab.rule import State, UpdateRule
+
+OUTPUT_GATE = "output_gate"
+"""The name of the output gate among a layer's projections of a rank, whose others have the symbols of gates."""
 
 
 class RuleLayer(Started):
@@ -63,19 +67,25 @@ class RuleLayer(Started):
         q_rank: The width of the latent that q comes from, as in `Latent`; None for q from x.
         kv_rank: The width of the latent that k and v of all heads come from; None for k and v from x. With one of the
             ranks, PyTorch's operators convolve on a GPU, too.
-        token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1}.
+        token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1}. With
+            `each`, the gates and vectors do not share one mean.
         output_norm: The norm of each head's output, a kind of `HeadNorm`.
         output_gate: The gate of the output, a kind of `HeadNorm`.
         gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix, 0 for
             `value_dim`.
         features: The activation of q, k and v, a kind of `FEATURES`; None for that of the rule.
         scale: The factor of the output; None for that of the rule, which is K ** -0.5 for nearly all rules.
-        low_rank_bias: Whether the second matrix of each projection W_1 W_2 x has a bias.
+        low_rank_bias: Whether the second matrix of each projection W_1 W_2 x has a bias, or the names of those whose
+            matrix has one: the symbols of gates, and `output_gate`.
+        low_rank_activation: The function, `tanh` or `sigmoid`, between the two matrices of projections W_1 W_2 x, by
+            these names.
         conv_bias: Whether the convolution has a bias, which starts as its weights do. The kernel does not take it:
             PyTorch's operators then convolve on a GPU, too.
         skip: Whether the output of each head gets D v before the norm, with a learned D that starts at 1.
+        bonus: Whether the normed output of each head gets (w * r_t * k_t) v_t, with a learned w [H, K] that starts at
+            0, for the r and k of the rule's operands.
         value_residual: The arguments of `ValueResidual`, which mixes v, after its convolution and activation, with that
-            of a model's first layer; None for v alone.
+            of a model's first layer, or the `rank` of a `ValueGate`; None for v alone.
         norm_eps: The number that norms add to a mean square.
         out_std: The standard deviation at which the output projection starts; None for (heads value_dim) ** -0.5.
         chunk_size: The tokens of a chunk in the parallel form.
@@ -103,15 +113,17 @@ class RuleLayer(Started):
         rope_dim: int | None = None,
         q_rank: int | None = None,
         kv_rank: int | None = None,
-        token_shift: bool = False,
+        token_shift: bool | str = False,
         output_norm: bool | str = True,
         output_gate: bool | str = True,
         gate_rank: int | None = None,
         features: str | None = None,
         scale: float | None = None,
-        low_rank_bias: bool = False,
+        low_rank_bias: bool | Collection[str] = False,
+        low_rank_activation: Mapping[str, str] | None = None,
         conv_bias: bool = False,
         skip: bool = False,
+        bonus: bool = False,
         value_residual: Mapping[str, Any] | None = None,
         norm_eps: float = EPS,
         out_std: float | None = None,
@@ -170,12 +182,22 @@ class RuleLayer(Started):
         if skip and rule.steps > 1:
             raise InputError(f"skip adds a token's v: rule '{rule.name}' has {rule.steps} values for each token")
         self.skip = self.drawn("skip", Ones(), heads) if skip else None
-        self.value_residual = ValueResidual(**value_residual) if value_residual else None
+        if bonus and (reason := without_bonus(rule)):
+            raise InputError(reason)
+        self.bonus = TokenBonus(rule, heads, key_dim) if bonus else None
+        self.value_residual: ValueResidual | ValueGate | None = None
+        if value_residual and RANK in value_residual:
+            self.value_residual = ValueGate(d_model, self.channels.v_heads * value_dim, value_residual[RANK])
+        elif value_residual:
+            self.value_residual = ValueResidual(**value_residual)
         self.gives_values = False
         """Whether the new caches have the values, which later layers mix with theirs."""
         self.q_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(key_dim, norm_eps) if qk_norm else None
-        self.gates = Gates(rule.gates, d_model, heads, key_dim, value_dim, rule.steps, bias=low_rank_bias)
+        inside = dict(low_rank_activation or {})
+        self.gate_inside = INSIDE[inside.pop(OUTPUT_GATE)] if OUTPUT_GATE in inside else nn.Identity()
+        sizes_of_rule = d_model, heads, key_dim, value_dim, rule.steps
+        self.gates = Gates(rule.gates, *sizes_of_rule, bias=low_rank_bias, inside=inside)
         vectors = any(gate.features is not None for gate in rule.gates.values())
         kept = max(self.width - 1, 0)
         self.vectors = Vectors(rule.gates, d_model, heads, key_dim, value_dim, conv, kept) if vectors else None
@@ -187,12 +209,15 @@ class RuleLayer(Started):
                 self.gate = linear(d_model, width)
             else:
                 rank = gate_rank or value_dim
-                second = linear(rank, width, bias=low_rank_bias, widens=False)
+                biased = low_rank_bias if isinstance(low_rank_bias, bool) else OUTPUT_GATE in low_rank_bias
+                second = linear(rank, width, bias=biased, widens=False)
                 self.gate = nn.Sequential(linear(d_model, rank), second)
-        more_readers = [
-            *(["gates"] if self.gates.weights() or vectors else []),
-            *(["gate"] if self.gate is not None else []),
-        ]
+        of_gates = [*self.gates.project, *(() if self.vectors is None else self.vectors.project)]
+        if token_shift == "each":
+            of_gates = [own_reader(name) for name in of_gates]
+        elif of_gates:
+            of_gates = ["gates"]
+        more_readers = [*of_gates, *(["gate"] if self.gate is not None else [])]
         self.shift = TokenShift(d_model, ["q", "k", "v", *more_readers]) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
@@ -253,7 +278,7 @@ class RuleLayer(Started):
             qkv_width = self.channels.total
             vectors_past = None if past is None else past[..., qkv_width:]
             past = None if past is None else past[..., :qkv_width]
-            vectors, vectors_tail = self.vectors(shifted.get("gates", x), vectors_past, packed)
+            vectors, vectors_tail = self.vectors(shifted.get("gates", x), vectors_past, packed, shifted)
         latent = isinstance(self.qkv, Latent)
         if not latent and self.conv_bias is None and not shifted and fuses(x, taps, self.channels):
             more_weights = []
@@ -269,29 +294,25 @@ class RuleLayer(Started):
         values = v if self.gives_values else None
         if self.value_residual is not None:
             assert first is not None
-            v = self.value_residual(v, first)
+            v = self.value_residual(v, first, shifted.get("v", x))
         gate = products.pop(0) if products and self.gate is not None else None
-        if gate is not None and isinstance(self.gate, nn.Sequential):
-            gate = self.gate[1](gate)
         q, k = self._placed(*self._normed(q, k), cache, packed)
         key_heads = self.channels.v_heads if self.rule.grouped else self.heads
-        o, state, apart_states = scanned(
-            _shared(q, self.heads),
-            _shared(k, key_heads),
-            _shared(v, key_heads),
-            {**self.gates(shifted.get("gates", x), products), **vectors},
-            cache,
-            packed,
-        )
+        q, k, v = _shared(q, self.heads), _shared(k, key_heads), _shared(v, key_heads)
+        gates = {**self.gates(shifted.get("gates", x), products, shifted), **vectors}
+        o, state, apart_states = scanned(q, k, v, gates, cache, packed)
         if self.skip is not None:
             o = o + (self.skip[:, None] * _shared(v, self.heads)).to(o.dtype)
+        bonus = None if self.bonus is None else self.bonus(q, k, v, gates).to(o.dtype)
         if self.gate is not None and gate is None:
-            gate = self.gate(shifted.get("gate", x))
+            gate = first_linear(self.gate)(shifted.get("gate", x))
+        if isinstance(self.gate, nn.Sequential):
+            gate = self.gate[1](self.gate_inside(cast(Tensor, gate)))
         if self.vectors is not None:
             tail = torch.cat([tail, vectors_tail.to(tail)], dim=-1)
         last = x.new_zeros(len(tail), 0, x.shape[2]) if self.shift is None else tail_of(x, None, 1, packed)
         new = LayerCache(tail, state, self._places(x, cache, packed), last, apart_states, values=values)
-        return self.out(self.norm(o, gate)), new
+        return self.out(self.norm(o, gate, bonus)), new
 
     def cache_size(self, cache: LayerCache) -> CacheSize:
         """Returns the number of elements in a cache, by what they are for. They sum up to `cache.numel()`."""

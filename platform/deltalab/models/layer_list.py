@@ -33,8 +33,10 @@ OF_A_LAYER = (
     "features",
     "scale",
     "low_rank_bias",
+    "low_rank_activation",
     "conv_bias",
     "skip",
+    "bonus",
     "norm_eps",
     "backend",
     "beside",
@@ -46,6 +48,9 @@ OF_A_BLOCK = (*OF_A_LAYER, "mlp_width")
 
 OF_A_MIXER = tuple(name for name in OF_A_LAYER if name != "beside")
 """Those of them that a rule's own layer reads."""
+
+OF_NO_PRESET = ("low_rank_activation", "bonus")
+"""The settings that came after presets, which write out all settings of a layer. The keys of older trials lack them."""
 
 Layer: TypeAlias = str | Mapping[str, Any]
 

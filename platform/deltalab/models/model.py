@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError
-from deltalab.models.block import Block, make_norm
+from deltalab.models.block import Block, make_norm, make_sum_norm
 from deltalab.models.graphs import BlockGraphs
 from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.parts.context import Part
@@ -99,6 +99,7 @@ class Model(Started):
             if spec.patches is None
             else PatchEmbedding(spec.patches, spec.d_model, spec.positions)
         )
+        self.first_norm = make_sum_norm(spec) if spec.first_norm else None
         self.blocks = nn.ModuleList(Block(spec.at(layer), spec.depth) for layer in range(spec.depth))
         if spec.value_residual:
             cast(Block, self.blocks[0]).mixer.gives_values = True
@@ -266,6 +267,8 @@ class Model(Started):
             part: The part of sequences that x is, if other processes compute the rest. Its process hands on each
                 layer's cache.
         """
+        if self.first_norm is not None:
+            x = self.first_norm(x, None)[1]
         before: Tensor | Outputs = x
         branch: Tensor | None = None
         first: Tensor | None = None

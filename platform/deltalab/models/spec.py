@@ -7,9 +7,11 @@ from typing import Any, ClassVar, Literal, get_args
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.layer_list import ATTENTION, OF_A_MIXER, RULE, Layer, beside_layer, listed
+from deltalab.models.parts.bonus import without_bonus
 from deltalab.models.parts.canon import places_in_order
 from deltalab.models.parts.experts import experts_in_full
-from deltalab.models.parts.first_values import shares_in_full
+from deltalab.models.parts.first_values import RANK, shares_in_full
+from deltalab.models.parts.gates import INSIDE, low_rank
 from deltalab.models.parts.images import check_images, grid, sees_all
 from deltalab.models.parts.latent import refusal
 from deltalab.models.parts.limits import whole
@@ -23,6 +25,12 @@ from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
 SECOND_TO_LAST_OF_EIGHT = "second_to_last_of_every_eight"
+
+MLPS = ("swiglu", "relu2", "gated_relu2")
+"""The kinds of MLPs."""
+
+NORMS = ("rms", "layer")
+"""The kinds of norms before mixers, MLPs and logits."""
 
 MIXER = "mixer"
 """A key of a model that names a module in place of a rule: {module: ..., kwargs: {...}}."""
@@ -72,10 +80,11 @@ class ModelSpec:
             numbers for each token, if they have neither `conv`, `canon` B, `qk_norm` nor `features`, and positions only
             in `rope_dim`; else, they hold k and v.
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1} (RWKV).
+            With true, one mean is for all gates of the rule; with `each`, every one has its own (RWKV-7).
         output_norm: The norm of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true),
             rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, layer_all (TTT), group.
         output_gate: The function of W x that multiplies the normed output: none (or false), sigmoid (or true), silu
-            (swish). With sigmoid_before_norm and silu_before_norm, it multiplies before the norm (Mamba2).
+            (swish), linear. With sigmoid_before_norm and silu_before_norm, it multiplies before the norm (Mamba2).
         gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix, 0 for
             the width of a head's values (KDA).
         features: The activation of q, k and v after their convolution, a kind of `FEATURES`: unit (SiLU and unit norm
@@ -83,16 +92,23 @@ class ModelSpec:
             activation). None is that of the rule.
         scale: The factor of each head's output; None for that of the rule, which is K ** -0.5 for nearly all rules.
         low_rank_bias: Whether the second matrix of each projection W_1 W_2 x (of a gate's rank, or of `gate_rank`) has
-            a bias.
+            a bias; or a list of those that have one, by the symbols of gates and `output_gate`: [a].
+        low_rank_activation: The function, tanh or sigmoid, between the two matrices of such projections:
+            {g: tanh, output_gate: sigmoid} (RWKV-7). None for none.
         conv_bias: Whether the short convolution has a bias, which starts as its weights do.
         skip: Whether each head's output gets D v, with a learned D that starts at 1 (Mamba2).
+        bonus: Whether each head's normed output gets (w * r_t * k_t) v_t, with a learned w [K] that starts at 0, for
+            the r that reads the state and the k that is written (RWKV-7).
         beside: A second mixer that reads the same input: a rule, or an entry as in `layers`, which may change settings
             of a layer. The output is the mean of both, each with an RMS norm with weights (heads of two rules side by
             side: Hymba). None for none. Layers of `attention` have none.
         block: `transformer` is [mixer, MLP]. `mamba` is [mixer] alone, with q and k shared by all heads, and twice the
             depth.
-        mlp: Whether `transformer` blocks have a SwiGLU; false in `mamba` blocks.
-        mlp_width: The hidden width of the SwiGLU; None for 8/3 d_model, rounded up to a multiple of 8.
+        mlp: The MLP of `transformer` blocks: swiglu (or true), relu2, W_2 relu(W_1 x)^2 (Primer, RWKV-7), gated_relu2,
+            which multiplies this by sigmoid(W_g x) (RWKV-6), or false for none, as in `mamba` blocks.
+        mlp_width: The hidden width of the MLP; None for 8/3 d_model, 4 d_model with relu2, or 7/2 d_model with
+            gated_relu2, rounded up to a multiple of 8.
+        mlp_shift: Whether the MLP reads a learned mean of x_t and x_{t-1}, and its gate in gated_relu2 another (RWKV).
         experts: A mixture of experts in place of each SwiGLU, {count: 8, top: 2, shared: 1, width: null, balance: 0.01}
             or some of these. None for none. Each token uses the `top` of `count` experts that its router weighs most,
             with weights that sum to 1, and all `shared` ones. `width` is the hidden width of an expert. If it is null,
@@ -105,7 +121,11 @@ class ModelSpec:
             the sum of those since, with softmax weights that each reader learns. 1 weighs each output (Kimi 2026).
         value_residual: What the values of each layer but the first have of the first layer's, own v_l + first v_1,
             after convolution and activation: {first: 0.5, own: 0.5, learned: true} or some of these (ResFormer).
-            Learned shares start there. None for v_l alone.
+            Learned shares start there. With {rank: r}, they are v_l + s (v_1 - v_l), where s = sigmoid(W_1 W_2 x + c)
+            goes through r channels (RWKV-7). None for v_l alone.
+        norm: The norm before each mixer, each MLP and the logits: `rms`, with weights, or `layer`, with weights and
+            biases.
+        first_norm: Whether the embedding goes through such a norm before the first block (RWKV).
         norm_eps: The number that all norms add to a mean square.
         init_std: The standard deviation at which all matrices inside of the blocks start, over sqrt(2 x blocks) for the
             last matrix of a mixer and of an MLP (GPT-2, 0.02). None is inputs ** -0.5, with the same factor.
@@ -155,23 +175,28 @@ class ModelSpec:
     rope_dim: int | None = field(default=None, metadata=LATER)
     q_rank: int | None = field(default=None, metadata=LATER)
     kv_rank: int | None = field(default=None, metadata=LATER)
-    token_shift: bool = field(default=False, metadata=LATER)
+    token_shift: bool | str = field(default=False, metadata=LATER)
     output_norm: bool | str = True
     output_gate: bool | str = True
     gate_rank: int | None = field(default=None, metadata=LATER)
     features: Literal["unit", "unit_qk", "silu", "silu_qk", "raw"] | None = field(default=None, metadata=LATER)
     scale: float | None = field(default=None, metadata=LATER)
-    low_rank_bias: bool = field(default=False, metadata=LATER)
+    low_rank_bias: bool | tuple[str, ...] = field(default=False, metadata=LATER)
+    low_rank_activation: Mapping[str, Literal["tanh", "sigmoid"]] | None = field(default=None, metadata=LATER)
     conv_bias: bool = field(default=False, metadata=LATER)
     skip: bool = field(default=False, metadata=LATER)
+    bonus: bool = field(default=False, metadata=LATER)
     beside: str | Mapping[str, Any] | None = field(default=None, metadata=LATER)
     block: Literal["transformer", "mamba"] = "transformer"
-    mlp: bool = True
+    mlp: bool | str = True
     mlp_width: int | None = field(default=None, metadata=LATER)
+    mlp_shift: bool = field(default=False, metadata=LATER)
     experts: Mapping[str, Any] | None = field(default=None, metadata=LATER)
     canon: tuple[Literal["A", "B", "C", "D"], ...] = field(default=(), metadata=LATER)
     attention_residuals: int = field(default=0, metadata=LATER)
     value_residual: Mapping[str, Any] | None = field(default=None, metadata=LATER)
+    norm: Literal["rms", "layer"] = field(default="rms", metadata=LATER)
+    first_norm: bool = field(default=False, metadata=LATER)
     norm_eps: float = field(default=EPS, metadata=LATER)
     init_std: float | None = field(default=None, metadata=LATER)
     base_width: int | None = field(default=None, metadata=LATER)
@@ -202,7 +227,7 @@ class ModelSpec:
         elif self.d_model % self.heads:
             problem = f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim"
             raise InputError(problem, key="model.d_model")
-        for name in ("qk_norm", "token_shift", "low_rank_bias", "conv_bias", "skip", "mlp", "tie_embeddings"):
+        for name in ("qk_norm", "conv_bias", "skip", "bonus", "mlp_shift", "first_norm", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 wrong = InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
                 raise wrong.with_fields(key=f"model.{name}", allowed=["true", "false"])
@@ -228,11 +253,14 @@ class ModelSpec:
             raise unknown("readout", self.readout, ("position", "last"), where="model.readout")
         if self.block == "mamba":
             object.__setattr__(self, "mlp", False)  # such a block has no MLP that a study could ablate
+        self._check_kinds()
         if isinstance(self.layers, list | tuple | Mapping):
             object.__setattr__(self, "layers", listed(self.layers, self.make_rule().name))
         else:
             whole("layers", self.layers, least=1)
         self._check_attention()
+        if self.attention and (self.bonus or self.low_rank_activation or self.low_rank_bias):
+            self.at(next(filter(self.is_attention, range(self.depth))))  # attention may have none of these
         name = self.make_rule().name
         if self.beside is not None:
             object.__setattr__(self, "beside", beside_layer(self.beside, name))
@@ -390,8 +418,26 @@ class ModelSpec:
 
     @property
     def value_shares(self) -> int:
-        """The number of learned shares of a value residual."""
-        return 2 * (self.depth - 1) if self.value_residual is not None and self.value_residual["learned"] else 0
+        """The number of parameters of a value residual, in all layers that have it."""
+        given = self.value_residual
+        if given is None:
+            return 0
+        of_layer = (self.value_flops + self._values) if RANK in given else 2 if given["learned"] else 0
+        return (self.depth - 1) * of_layer
+
+    @property
+    def value_flops(self) -> int:
+        """The products of a value residual's matrices for each token, in one layer."""
+        if self.value_residual is None or RANK not in self.value_residual:
+            return 0
+        rank: int = self.value_residual[RANK]
+        return rank * (self.d_model + self._values)
+
+    @property
+    def _values(self) -> int:
+        """The numbers of v for each token."""
+        first = self.at(0)
+        return (first.kv_heads or first.heads) * first.head_dims[1]
 
     @property
     def depth(self) -> int:
@@ -527,6 +573,57 @@ class ModelSpec:
             if not self.mlp or self.block == "mamba":
                 raise InputError("model.mlp_width has no effect without an MLP")
 
+    def _check_kinds(self) -> None:
+        """Checks the settings whose values are names: kinds of norms, MLPs and shifts, and projections of a rank."""
+        if self.mlp not in (True, False, *MLPS) or isinstance(self.mlp, int) != isinstance(self.mlp, bool):
+            raise unknown("mlp", self.mlp, (*MLPS, "true", "false"), where="model.mlp")
+        if self.mlp == "swiglu":
+            object.__setattr__(self, "mlp", True)  # equal models are equal values
+        if self.mlp_shift and not self.mlp:
+            raise InputError("model.mlp_shift has no effect without an MLP")
+        if self.experts is not None and (isinstance(self.mlp, str) or self.mlp_shift):
+            key = "mlp_shift" if self.mlp_shift else f"mlp {self.mlp}"
+            raise InputError(f"model.experts are SwiGLUs that read x itself, and model.{key} is none: leave one out")
+        if self.norm not in NORMS:
+            raise unknown("norm", self.norm, NORMS, where="model.norm")
+        if self.norm != "rms" and self.attention_residuals:
+            raise InputError("model.attention_residuals has RMS norms of its own: leave it out, or model.norm layer")
+        if not isinstance(self.token_shift, bool) and self.token_shift != "each":
+            raise unknown("token_shift", self.token_shift, ("each", "true", "false"), where="model.token_shift")
+        self._check_low_ranks()
+        if self.bonus and (reason := without_bonus(self.make_rule())):
+            raise InputError(f"model.{reason}")
+
+    def _check_low_ranks(self) -> None:
+        """Checks the names of projections of a rank, and puts them in order: equal models are equal values."""
+        rule = self.make_rule()
+        ranks = [] if isinstance(rule, OwnModule) else low_rank(rule.gates)
+        ranks += ["output_gate"] if self.gate_rank is not None else []
+        biased = [name for name in ranks if name == "output_gate" or not rule.gates[name].by_head]
+        if not isinstance(self.low_rank_bias, bool):
+            if not isinstance(self.low_rank_bias, list | tuple):
+                problem = (
+                    f"model.low_rank_bias must be true, false or a list of projections, not {self.low_rank_bias!r}"
+                )
+                raise InputError(problem, key="model.low_rank_bias")
+            for name in self.low_rank_bias:
+                if name not in biased:
+                    raise unknown("projection of a rank", name, biased, where="model.low_rank_bias")
+            named = tuple(name for name in biased if name in self.low_rank_bias)
+            object.__setattr__(self, "low_rank_bias", named or False)
+        if self.low_rank_activation is None:
+            return
+        if not isinstance(self.low_rank_activation, Mapping):
+            problem = f"model.low_rank_activation must be {{projection: function}}, not {self.low_rank_activation!r}"
+            raise InputError(problem, key="model.low_rank_activation")
+        for name, function in self.low_rank_activation.items():
+            if name not in ranks:
+                raise unknown("projection of a rank", name, ranks, where="model.low_rank_activation")
+            if function not in INSIDE:
+                raise unknown("function", function, INSIDE, where=f"model.low_rank_activation.{name}")
+        inside = {name: self.low_rank_activation[name] for name in ranks if name in self.low_rank_activation}
+        object.__setattr__(self, "low_rank_activation", inside or None)
+
     def _check_experts(self) -> None:
         if self.experts is None:
             return
@@ -554,6 +651,10 @@ class ModelSpec:
                     raise InputError(f"model.value_residual mixes one v, and model.{name} has {other}: leave one out")
             if isinstance(rule, OwnModule):
                 raise InputError(f"model.value_residual mixes the v of rules, which module '{rule.name}' does not have")
+            if RANK in self.value_residual and rule.steps > 1:
+                raise InputError(
+                    f"model.value_residual.rank gates one v of each token, and rule '{rule.name}' has {rule.steps}"
+                )
             values = rule.steps, block.kv_heads or block.heads, block.head_dims[1]
             of_first = of_first or values
             if values != of_first:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltalab.gates import Gate, Start
-from deltalab.ops.norm import HeadNorm, ResidualNorm, RMSNorm
+from deltalab.ops.norm import HeadNorm, ResidualLayerNorm, ResidualNorm, RMSNorm
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """The parts that torch.compile and activation checkpointing add to the names of parameters."""
@@ -230,7 +230,7 @@ def initialize(
         if isinstance(part, Remade):
             _start_anew(part, None if seed is None else _number(seed, path, ""), started, wanted)
             continue
-        norm = isinstance(part, RMSNorm | ResidualNorm | HeadNorm)
+        norm = isinstance(part, RMSNorm | ResidualNorm | ResidualLayerNorm | HeadNorm)
         for name, value in part.named_parameters(recurse=False):
             # Start tied parameters once, by their first name.
             if id(value) in started or not wanted(value):

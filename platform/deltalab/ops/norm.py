@@ -1,4 +1,6 @@
-"""RMS norms with the residual addition before or the gate after them: one kernel, or PyTorch's operators."""
+"""Norms with the residual addition before or the gate after them. Those of RMS have a kernel beside PyTorch's code."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ EPS = 1e-5
 
 HEAD_NORMS = ("none", "rms", "rms_unweighted", "rms_all", "rms_all_of_silu", "layer", "layer_all", "group")
 OVER_ALL = ("rms_all", "rms_all_of_silu", "layer_all")
-HEAD_GATES = ("none", "sigmoid", "silu", "sigmoid_before_norm", "silu_before_norm")
+HEAD_GATES = ("none", "sigmoid", "silu", "linear", "sigmoid_before_norm", "silu_before_norm")
 """The norms and the gates of `HeadNorm`."""
 
 
@@ -47,6 +49,21 @@ class ResidualNorm(nn.RMSNorm):
         return x if branch is None else total.view(x.shape), y.view(x.shape)
 
 
+class ResidualLayerNorm(nn.LayerNorm):
+    """The sum x + branch, or x if branch is None, and w (y - mean(y)) / (var(y) + eps)^(1/2) + b of the sum y.
+
+    w [d] starts at 1 and b [d] at 0.
+    """
+
+    def __init__(self, width: int, eps: float = EPS) -> None:
+        super().__init__(width, eps=eps)
+
+    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """The sum, and its norm."""
+        x = x if branch is None else x + branch
+        return x, super().forward(x)
+
+
 class HeadNorm(nn.Module):
     """The norm and gate of o [.., H, V], [.., H V], with the gate's input z [.., H V] or None.
 
@@ -59,8 +76,8 @@ class HeadNorm(nn.Module):
             w (o - mean(o)) / (var(o) + eps)^(1/2) + b with w and b [V], `group` is the same with w and b [H V], and
             `layer_all` is `group` with mean and variance over the channels of all heads.
             `none` (or False) is no norm.
-        gate: `sigmoid` (or True) is norm(o) sigmoid(z), and `silu` is norm(o) z sigmoid(z). A gate whose name ends in
-            `before_norm` comes before the norm. `none` (or False) is no gate.
+        gate: `sigmoid` (or True) is norm(o) sigmoid(z), `silu` is norm(o) z sigmoid(z), and `linear` is norm(o) z. A
+            gate whose name ends in `before_norm` comes before the norm. `none` (or False) is no gate.
         eps: Added to the mean or variance.
     """
 
@@ -75,7 +92,8 @@ class HeadNorm(nn.Module):
         self.kind = _kind(norm, "rms")
         kind = _kind(gate, "sigmoid")
         self.gate_first = kind.endswith("before_norm")
-        self.activation = F.silu if kind.startswith("silu") else torch.sigmoid
+        activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "linear": nn.Identity()}
+        self.activation = activations.get(kind.removesuffix("_before_norm"), torch.sigmoid)
         self.has_kernel = self.kind in ("rms", "none") and kind in ("sigmoid", "none")
         channels = heads * width if self.kind in (*OVER_ALL, "group") else width
         weighted, biased = self.kind not in ("none", "rms_unweighted"), self.kind in ("layer", "layer_all", "group")
@@ -90,17 +108,19 @@ class HeadNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """The gated norm of o [.., H, V], for the gate's input [.., H V]."""
+    def forward(self, o: Tensor, gate: Tensor | None, bonus: Tensor | None = None) -> Tensor:
+        """The gated norm of o [.., H, V], for the gate's input [.., H V], with a bonus [.., H, V] added to the norm."""
         idle = self.weight is None and gate is None
-        fused = None if idle or not self.has_kernel else _fused(o, None, self.weight, gate, self.eps)
+        kernel = self.has_kernel and bonus is None and not idle
+        fused = _fused(o, None, self.weight, gate, self.eps) if kernel else None
         if fused is not None:
             return fused[0].view(o.shape).flatten(-2)
-        if gate is None:
-            return self._normed(o).flatten(-2)
-        if self.gate_first:
-            return self._normed(o * self.activation(gate).view(o.shape)).flatten(-2)
-        return self._normed(o).flatten(-2) * self.activation(gate)
+        factor = None if gate is None else self.activation(gate)
+        if factor is not None and self.gate_first:
+            o, factor = o * factor.view(o.shape), None
+        normed = self._normed(o)
+        normed = (normed if bonus is None else normed + bonus).flatten(-2)
+        return normed if factor is None else normed * factor
 
     def _normed(self, o: Tensor) -> Tensor:
         """The norm of o."""

@@ -16,7 +16,7 @@ class CacheSize(NamedTuple):
         recurrent: The state of the rule and its carry, as far as no token makes them larger.
         kv: The parts of the rule's state that begin empty and grow with the tokens, such as the keys and values of
             attention. A window ends their growth.
-        conv: The inputs that the convolution and the token shift read again, and the number of tokens that RoPE counts.
+        conv: The inputs that convolutions and token shifts read again, and the number of tokens that RoPE counts.
 
     A module that does not say what it holds has a `recurrent` of NaN.
     """
@@ -52,7 +52,8 @@ class LayerCache:
         last: The x of the last token, [B, 1, d] with token shift and [B, 0, d] without.
         apart: The state of each sequence, if the states differ in size, as those of attention do after sequences of
             several lengths. `state` is then empty.
-        canon: The last inputs of each canon layer of the block, [B, W - 1, C], in the order of `Block.canon`.
+        tails: The last inputs of what the block has around its mixer: of each canon layer, in the order of
+            `Block.canon`, [B, W - 1, C], and of an MLP with token shift, [B, 1, d].
         beside: The memory of the second mixer of the block, if there is one.
         balance: The balance loss of the block's experts on the tokens just read, []; None if there is none. It is no
             memory: nothing reads it later.
@@ -64,30 +65,30 @@ class LayerCache:
     place: Tensor
     last: Tensor
     apart: tuple[State, ...] = ()
-    canon: tuple[Tensor, ...] = ()
+    tails: tuple[Tensor, ...] = ()
     beside: "LayerCache | None" = None
     balance: Tensor | None = None
     values: Tensor | None = None
 
     def numel(self) -> int:
         """Returns the number of elements in these tensors."""
-        parts = (self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.canon)
+        parts = (self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.tails)
         return sum(part.numel() for part in parts) + (0 if self.beside is None else self.beside.numel())
 
     def mapped(self, function: Callable[[Any], Any]) -> "LayerCache":
         """Returns the memory with function(x) in place of each tensor x. `balance` and `values` are no memory."""
         conv, place, last = map(function, (self.conv, self.place, self.last))
-        state, canon = tuple(map(function, self.state)), tuple(map(function, self.canon))
+        state, tails = tuple(map(function, self.state)), tuple(map(function, self.tails))
         apart = tuple(tuple(map(function, state)) for state in self.apart)
         beside = None if self.beside is None else self.beside.mapped(function)
-        return LayerCache(conv, state, place, last, apart, canon, beside)
+        return LayerCache(conv, state, place, last, apart, tails, beside)
 
     def rows(self, at: Tensor) -> "LayerCache":
         """Returns the memory of the sequences `at` [n]."""
         conv, place, last, *parts = (
             part.index_select(0, at.to(part.device))
-            for part in (self.conv, self.place, self.last, *self.state, *self.canon)
+            for part in (self.conv, self.place, self.last, *self.state, *self.tails)
         )
-        state, canon = tuple(parts[: len(self.state)]), tuple(parts[len(self.state) :])
+        state, tails = tuple(parts[: len(self.state)]), tuple(parts[len(self.state) :])
         apart = tuple(self.apart[i] for i in at.tolist()) if self.apart else ()
-        return LayerCache(conv, state, place, last, apart, canon, None if self.beside is None else self.beside.rows(at))
+        return LayerCache(conv, state, place, last, apart, tails, None if self.beside is None else self.beside.rows(at))

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from deltalab.models.parts.token_shift import shifted
 from deltalab.models.start import OfGate, Parameters, Started, Uniform, linear
 from deltalab.ops.convolution import LEAST_NORM, tail_of
 from deltalab.ops.packing import Sequences
+
+INSIDE: Mapping[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "sigmoid": torch.sigmoid}
+"""The functions that may stand between the two matrices of a projection W_1 f(W_2 x) of a rank."""
 
 
 class Gates(nn.Module):
@@ -29,7 +32,9 @@ class Gates(nn.Module):
         key_dim: K.
         value_dim: V.
         steps: The steps per token of gates `per` step.
-        bias: Whether the second matrix of a gate with a rank has a bias. KDA's decays have none: they add a c.
+        bias: Whether the second matrix of a gate with a rank has a bias, or the gates whose matrix has one. KDA's
+            decays have none: they add a c.
+        inside: The function, a name in `INSIDE`, between the two matrices of a gate with a rank, by symbol.
     """
 
     def __init__(
@@ -41,10 +46,12 @@ class Gates(nn.Module):
         value_dim: int,
         steps: int = 1,
         *,
-        bias: bool = False,
+        bias: bool | Collection[str] = False,
+        inside: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.gates = {name: gate for name, gate in gates.items() if gate.features is None}
+        self.inside = inside or {}
         self.heads, self.steps = heads, steps
         self.shapes = {name: gate.shape(heads, key_dim, value_dim) for name, gate in self.gates.items()}
         self.project = nn.ModuleDict()
@@ -58,8 +65,9 @@ class Gates(nn.Module):
                 self.project[name] = linear(d_model, width)
             elif gate.projected and gate.rank is not None:
                 rank = gate.rank or value_dim
+                biased = (bias if isinstance(bias, bool) else name in bias) and not gate.by_head
                 self.project[name] = nn.Sequential(
-                    linear(d_model, rank), linear(rank, width, bias=bias and not gate.by_head, widens=False)
+                    linear(d_model, rank), linear(rank, width, bias=biased, widens=False)
                 )
             shapes = {p: gate.parameter_shape(p, shape) for p in gate.parameters}
             self.learned[name] = Parameters({p: OfGate(gate, p) for p in gate.parameters}, shapes)
@@ -68,18 +76,22 @@ class Gates(nn.Module):
         """Returns the matrices that x is multiplied by, [..., d] each."""
         return [first_linear(project).weight for project in self.project.values()]
 
-    def forward(self, x: Tensor, products: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, products: Sequence[Tensor] = (), own: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Computes the gates of x.
 
         Args:
             x: The inputs, [B, T, d].
             products: The products of x with each of `weights`, if the caller has them.
+            own: The inputs of gates that do not read x, by `own_reader` of their symbol.
         """
         projected: dict[str, Tensor] = {}
         for (name, project), product in itertools.zip_longest(self.project.items(), products):
-            z = first_linear(project)(x) if product is None else product
+            z = first_linear(project)((own or {}).get(own_reader(name), x)) if product is None else product
             if isinstance(project, nn.Sequential):
-                z = project[1](z.to(first_linear(project).weight.dtype))
+                z = z.to(first_linear(project).weight.dtype)
+                z = project[1](INSIDE[self.inside[name]](z) if name in self.inside else z)
             z = z.to(torch.promote_types(z.dtype, torch.float32))
             if self.gates[name].per == "step":
                 z = z.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)
@@ -114,6 +126,20 @@ class _Contiguous(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
+
+
+def own_reader(symbol: str) -> str:
+    """Returns the name under which a token shift has the mean that one gate or vector alone reads."""
+    return f"{symbol}_own"
+
+
+def low_rank(gates: Mapping[str, Gate]) -> list[str]:
+    """Returns the symbols of the gates whose projection goes through a rank."""
+    return [
+        name
+        for name, gate in gates.items()
+        if gate.projected and gate.rank is not None and gate.of is None and gate.features is None
+    ]
 
 
 def first_linear(project: nn.Module) -> nn.Linear:
@@ -184,7 +210,11 @@ class Vectors(Started):
             self.conv = self.drawn("conv", Uniform(conv**-0.5), conv, sum(self.widths))
 
     def forward(
-        self, x: Tensor, past: Tensor | None, packed: Sequences | None = None
+        self,
+        x: Tensor,
+        past: Tensor | None,
+        packed: Sequences | None = None,
+        own: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Computes the vectors of x, and the `past` to pass with the tokens that follow.
 
@@ -192,8 +222,10 @@ class Vectors(Started):
             x: The inputs, [B, T, d].
             past: The projections of the tokens before, [B, kept, C]; None for zeros.
             packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
+            own: As in `Gates.forward`.
         """
-        z = torch.cat([project(x) for project in self.project.values()], dim=-1)
+        own = own or {}
+        z = torch.cat([project(own.get(own_reader(name), x)) for name, project in self.project.items()], dim=-1)
         past = None if past is None else past.to(z)
         tail = tail_of(z, past, self.kept, packed)
         if self.width:

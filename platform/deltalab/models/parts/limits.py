@@ -15,6 +15,7 @@ MOST = {
     "q_rank": 2**16,
     "kv_rank": 2**16,
     "gate_rank": 2**16,
+    "value_residual.rank": 2**16,
     "mlp_width": 2**20,
     "base_width": 2**16,
     "experts.count": 2**12,

@@ -101,16 +101,16 @@ class ModuleLayer(Remade):
 
     def cache_size(self, cache: LayerCache) -> CacheSize:
         """Returns what the module says of its state: `state_size(length)`, or `state_size()`; else it is not known."""
-        count, canon = getattr(self.inner, "state_size", None), sum(part.numel() for part in cache.canon)
+        count, tails = getattr(self.inner, "state_size", None), sum(part.numel() for part in cache.tails)
         if not callable(count):
-            return CacheSize(math.nan, 0, canon)
+            return CacheSize(math.nan, 0, tails)
         length = sum(past.shape[1] for past in _pasts(cache))
         kinds = {parameter.kind for parameter in inspect.signature(count).parameters.values()}
         if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:
             size = float(count(length))
         else:  # layers of zoology and flash-linear-attention take any keywords
             size = float(count(sequence_length=length) if inspect.Parameter.VAR_KEYWORD in kinds else count())
-        return CacheSize(size, 0, canon)
+        return CacheSize(size, 0, tails)
 
 
 def _takes_packed(module: nn.Module) -> bool:

@@ -28,12 +28,25 @@ class TokenShift(nn.Module):
 
         Args:
             x: The inputs, [B, T, d].
-            last: The token before them, [B, 1, d]; None for zero.
-            packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
+            last: As in `previous`.
+            packed: As in `previous`.
         """
-        inputs = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last, x], dim=1)
-        before = shifted(inputs, x.shape[1], 1, packed)
+        before = previous(x, last, packed)
         return {name: x + share * (before - x) for name, share in self.share.items()}
+
+
+def previous(x: Tensor, last: Tensor | None, packed: Sequences | None) -> Tensor:
+    """Returns the token before each token of x [B, T, d].
+
+    Args:
+        x: The tokens.
+        last: The tokens before the first, [B, 1, d], or those of the first sequences if x is packed; None for zeros.
+        packed: The sequences that lie in x one after the other.
+    """
+    if packed is None or last is None:
+        inputs = torch.cat([torch.zeros_like(x[:, :1]) if last is None else last.to(x), x], dim=1)
+        return shifted(inputs, x.shape[1], 1, packed)
+    return previous(x, None, packed).index_copy(1, packed.cu_seqlens[: len(last)], last.to(x).transpose(0, 1))
 
 
 def shifted(inputs: Tensor, length: int, back: int, packed: Sequences | None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.gate import MOST_WIDTH
-from deltalab.models.block import swiglu_width
+from deltalab.models.block import mlp_width
 from deltalab.models.costs import CostCounter
 from deltalab.models.parts.limits import MOST
 from deltalab.models.spec import MOST_EXPANDED, ModelSpec
@@ -332,7 +332,7 @@ def _value(config: Config, path: str) -> int:
     if path == "model.expand_v":
         return value_dim
     if path == "model.mlp_width" and config["model"]["mlp_width"] is None:
-        return swiglu_width(config["model"]["d_model"])
+        return mlp_width(config["model"]["d_model"], config["model"]["mlp"])
     return key_dim if path == "model.key_dim" else max(1, int(_at(config, path)))
 
 

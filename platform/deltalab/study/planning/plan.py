@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from deltalab.errors import InputError
 from deltalab.models.costs import CostCounter
-from deltalab.models.layer_list import RULE
+from deltalab.models.layer_list import OF_NO_PRESET, RULE
 from deltalab.models.spec import LATER, TIED_WIDTH, ModelSpec
 from deltalab.registry import rule_plugin, task_plugin
 from deltalab.study.planning.matching import Bounded, Matcher
@@ -401,7 +401,18 @@ def _keyed(config: Mapping[str, Any]) -> dict[str, Any]:
     for section, kind in (("model", ModelSpec), ("train", TrainSpec)):
         later = {f.name: json.loads(json.dumps(f.default)) for f in fields(kind) if f.metadata == LATER}
         keyed[section] = {k: v for k, v in config[section].items() if k not in later or v != later[k]}
+    model = keyed["model"]
+    plain = {f.name: f.default for f in fields(ModelSpec) if f.name in OF_NO_PRESET and f.name not in model}
+    if not isinstance(model["layers"], int):
+        model["layers"] = [_keyed_entry(entry, plain) for entry in model["layers"]]
     return keyed
+
+
+def _keyed_entry(entry: Any, plain: Mapping[str, Any]) -> Any:
+    """An entry of `layers` without the settings of `OF_NO_PRESET` that leave the model's own, `plain`, as they are."""
+    if isinstance(entry, str) or "layer" not in entry:
+        return entry
+    return {**entry, "layer": {k: v for k, v in entry["layer"].items() if k not in plain or v != plain[k]}}
 
 
 class Infeasible(InputError):
