@@ -136,6 +136,10 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         },
         "Mamba3", {"head_dim": 32, "state_size": 16, "n_groups": 2},
     ),
+    "rwkv7": (
+        {"preset": "rwkv7", "d_model": 64, "heads": 2, "gate_rank": 16, "value_residual": {"rank": 8}},
+        "RWKV7", {"head_dim": 32},
+    ),
     "mesa_net": ({}, "MesaNet", {"head_dim": 32, "num_heads": 2, "use_output_gate": True}),
     "latent_attention": (
         {

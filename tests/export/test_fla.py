@@ -67,6 +67,8 @@ OURS: dict[str, dict[str, Any]] = {
     "preconditioned": {"rule": "preconditioned_gated_deltanet", "output_gate": "silu"},
     "gsa": {"rule": "gsa@published", "features": "silu"},
     "raven": {"rule": "raven", **SLOTS},
+    "rwkv7": {"preset": "rwkv7", "layers": 2},
+    "rwkv7, tied": {"preset": "rwkv7", "layers": 3, "tie_embeddings": True, "first_norm": False, "gate_rank": 0},
     "log-linear": {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 64, "expand_v": 0.5},
     "latent attention": {
         "rule": {"name": "attention", "window": 5}, **ATTENTION, "key_dim": 12, "expand_v": 0.5, "kv_rank": 4,
@@ -138,7 +140,8 @@ def test_a_model_of_fla_comes_back_with_its_names_shapes_and_values(name: str, t
             continue
         assert key.endswith("attn.decay") or torch.equal(value, weights[key]), key
     changed = {"bos_token_id", "eos_token_id", "pad_token_id", "hidden_ratio", "chunk_size", "use_short_conv"}
-    changed |= {"add_gumbel_noise"}  # in training alone
+    changed |= {"add_gumbel_noise", "use_l2warp"}  # in training alone
+    changed |= {"value_dim"}  # one number for all layers, of which FLA makes a list
     assert {
         key: (ours[key], config[key]) for key in ours.keys() & config.keys() - changed if ours[key] != config[key]
     } == {}
@@ -148,6 +151,8 @@ def test_a_model_of_fla_comes_back_with_its_names_shapes_and_values(name: str, t
 def test_the_defaults_are_those_of_fla(name: str) -> None:
     form = next(form for form in FORMS if form.model_type == THEIRS[name]["config"]["model_type"])
     defaults = {**SHARED, **form.options}
+    if name == "rwkv7":  # FLA follows them from head_dim and hidden_size where a file has none, and so do we
+        defaults |= {"num_heads": 2048 // 64, "value_dim": [2048] * 24}
     assert {key: value for key, value in THEIRS[name]["defaults"].items() if defaults[key] != value} == {}
 
 
@@ -288,6 +293,29 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
         ({"rule": "mesa_net@published", "expand_v": 2}, "FLA's mesa_net has values as wide as keys: 16 is not 8"),
         ({"rule": "mesa_net@published", "conv": 0}, "FLA's mesa_net has no equal of model.conv 0; add `--set model.co"),
         ({"rule": "retnet", **RAW}, "no equal of model.rope false; add `--set model.rope=true`"),
+        (
+            {"rule": "rwkv7@published"},
+            "FLA's rwkv7 has no equal of this model's blocks: `--set model.preset=rwkv7` has them, and this model "
+            "lacks `model.norm=layer` `model.mlp=relu2` `model.mlp_shift=true` `model.token_shift=each` "
+            r"`model.output_gate=linear` `model.low_rank_activation=\{g: tanh, output_gate: sigmoid\}` "
+            r"`model.low_rank_bias=\[a\]` `model.bonus=true` `model.value_residual=\{rank: 32\}`, in two layers or mo",
+        ),
+        (
+            {"preset": "rwkv7", "layers": 2, "gate_rank": None, "low_rank_activation": {"g": "tanh"}},
+            "lacks `model.low_",
+        ),
+        ({"preset": "rwkv7", "layers": 2, "bonus": False}, "this model lacks `model.bonus=true`$"),
+        ({"preset": "rwkv7", "layers": 2, "scale": 1.0}, "no equal of model.scale 1.0; add `--set model.scale=null`"),
+        ({"preset": "rwkv7", "layers": 2, "key_dim": 4}, "share the model's width, with values of a multiple of it: 2"),
+        ({"preset": "rwkv7", "layers": 2, "features": "silu"}, "no equal of features 'silu'; it needs raw"),
+        ({"rule": "gla", "features": "silu", "bonus": True}, "FLA's gla has no equal of model.bonus true; add `--set"),
+        ({"rule": "gated_deltanet", "norm": "layer"}, "no equal of model.norm layer; add `--set model.norm=rms`"),
+        ({"rule": "gated_deltanet", "mlp": "relu2"}, "no equal of model.mlp relu2; add `--set model.mlp=true`"),
+        ({"rule": "gated_deltanet", "mlp_shift": True}, "no equal of model.mlp_shift true; add"),
+        (
+            {"rule": "gated_deltanet", "layers": [{"name": "rule", "layer": {"bonus": True}}]},
+            "FLA's gated_deltanet has no equal of model.bonus true",
+        ),
     ],
 )
 def test_settings_without_an_equal_are_named(spec: dict[str, Any], message: str) -> None:
@@ -339,7 +367,7 @@ def test_mesa_net_goes_to_fla_while_its_convolution_leaves_v_as_it_is(tmp_path: 
     ("options", "message"),
     [
         ({"model_type": "llama"}, "unknown model_type with an equal here 'llama'"),
-        ({"model_type": "rwkv7"}, "config.json: model_type 'rwkv7' has no equal here: FLA's blocks have LayerNorm, "),
+        ({"model_type": "rwkv6"}, "config.json: model_type 'rwkv6' has no equal here: FLA's blocks have LayerNorm, "),
         ({"clamp_min": -1.0}, "option 'clamp_min' -1.0 has no equal here; only None has"),
         ({"feature_map": "relu"}, "option 'feature_map' 'relu' has no equal here"),
         ({"share_conv_kernel": True}, r"option 'share_conv_kernel' \(True\) has no equal here"),
@@ -353,6 +381,23 @@ def test_checkpoints_without_an_equal_say_which_option_or_weight(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config, weights = of_fla("gla")
+    with pytest.raises(InputError, match=message):
+        from_fla(written(tmp_path, {**config, **options}, weights))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_act": "swish"}, "option 'hidden_act' 'swish' has no equal here; only 'sqrelu' has"),
+        ({"norm_bias": False}, "option 'norm_bias' False has no equal here; only True has"),
+        ({"attn": {"layers": [1], "num_heads": 2}}, "option 'attn' .* has no equal here; only None has"),
+        ({"value_dim": [64, 128]}, r"option 'value_dim' \[64, 128\] has no equal here; our layers have values of one"),
+        ({"num_hidden_layers": 1}, "model.value_residual has no effect in one layer"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_rwkv7_without_an_equal_says_why(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config, weights = of_fla("rwkv7")
     with pytest.raises(InputError, match=message):
         from_fla(written(tmp_path, {**config, **options}, weights))
 

@@ -167,3 +167,147 @@ def test_an_imported_norm_of_the_output_has_the_same_weights_in_all_heads(tmp_pa
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="our norm has the same weights in all heads"):
         from_fla(tmp_path)
+
+
+RWKV7: dict[str, Any] = {
+    "preset": "rwkv7", "vocab_size": 20, "d_model": 24, "heads": 3, "layers": 3, "mlp_width": 40, "gate_rank": 5,
+    "value_residual": {"rank": 4},
+}  # fmt: skip
+
+
+class Memory(dict[str, Tensor]):
+    """What FLA's cache holds of a layer: `conv_state`, `ffn_state` and `recurrent_state`, by layer."""
+
+
+def layer_norm(x: Tensor, weights: Mapping[str, Tensor], name: str, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def rwkv7_layer(
+    x: Tensor, first: Tensor | None, weights: Mapping[str, Tensor], options: Mapping[str, Any], memory: Memory, at: str
+) -> tuple[Tensor, Tensor]:
+    """`RWKV7Attention` of fla/layers/rwkv7.py for one token [B, d], and the values that later layers read."""
+    H, K = options["num_heads"], options["head_dim"]
+    delta = memory.get(f"{at}.conv_state", torch.zeros_like(x)) - x
+    memory[f"{at}.conv_state"] = x
+    r, w, k, v, a, g = (x + delta * weights[f"x_{name}"].flatten() for name in "rwkvag")
+
+    def lora(name: str, x: Tensor, inside: Any = lambda z: z) -> Tensor:
+        inner = inside(x @ weights[f"{name}.lora.0.weight"].T)
+        return inner @ weights[f"{name}.lora.2.weight"].T + weights.get(f"{name}.lora.2.bias", 0)
+
+    r, k, v_in = r @ weights["r_proj.weight"].T, k @ weights["k_proj.weight"].T, v
+    v = v_in @ weights["v_proj.weight"].T
+    w = -0.6065306597126334 * lora("w_lora", w, torch.tanh).sigmoid()
+    if first is not None:
+        v = torch.lerp(v, first, lora("v_lora", v_in).sigmoid())
+    a, g = lora("a_lora", a).sigmoid(), lora("g_lora", g, torch.sigmoid)
+    kk = F.normalize((k * weights["k_k"]).unflatten(-1, (H, K)), dim=-1)
+    k = k + k * (a - 1) * weights["k_a"]
+    r, w, k, a = (y.unflatten(-1, (H, K)) for y in (r, w, k, a))
+    v_heads = v.unflatten(-1, (H, -1))
+    state = memory.get(f"{at}.recurrent_state", x.new_zeros(len(x), H, K, v_heads.shape[-1]))
+    read = torch.einsum("bhkv,bhk->bhv", state, -kk)
+    state = w.exp()[..., None] * state + (kk * a)[..., None] * read[..., None, :] + k[..., None] * v_heads[..., None, :]
+    memory[f"{at}.recurrent_state"] = state
+    o = torch.einsum("bhkv,bhk->bhv", state, r)
+    o = F.group_norm(o.flatten(1), H, weights["g_norm.weight"], weights["g_norm.bias"], K * options["norm_eps"])
+    o = o + ((r * k * weights["r_k"]).sum(-1, keepdim=True) * v_heads).flatten(1)
+    return (o * g) @ weights["o_proj.weight"].T, v
+
+
+def rwkv7(
+    tokens: Tensor,
+    weights: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    mask: Tensor | None = None,
+    memory: Memory | None = None,
+) -> Tensor:
+    """`RWKV7ForCausalLM` of fla/models/rwkv7/modeling_rwkv7.py. Its mask sets what layer and MLP read to 0."""
+    eps, logits = options["norm_eps"], []
+    memory = Memory() if memory is None else memory
+    for t in range(tokens.shape[1]):
+        keep = torch.ones(len(tokens), 1) if mask is None else mask[:, t, None]
+        x, first = weights["model.embeddings.weight"][tokens[:, t]], None
+        for i in range(options["num_hidden_layers"]):
+            prefix = f"model.layers.{i}."
+            own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            if i == 0 and options["norm_first"]:
+                x = layer_norm(x, own, "pre_norm", eps)
+            mixer = {name.removeprefix("attn."): value for name, value in own.items()}
+            y, values = rwkv7_layer(layer_norm(x, own, "attn_norm", eps) * keep, first, mixer, options, memory, prefix)
+            first, x = values if first is None else first, x + y
+            z = layer_norm(x, own, "ffn_norm", eps) * keep
+            delta = memory.get(f"{prefix}.ffn_state", torch.zeros_like(z)) - z
+            memory[f"{prefix}.ffn_state"] = z
+            key = (z + delta * own["ffn.x_k"]) @ own["ffn.key.weight"].T
+            x = x + key.clamp(min=0).square() @ own["ffn.value.weight"].T
+        head = "model.embeddings.weight" if options["tie_word_embeddings"] else "lm_head.weight"
+        logits.append(layer_norm(x, {k[6:]: v for k, v in weights.items()}, "norm", eps) @ weights[head].T)
+    return torch.stack(logits, dim=1)
+
+
+OURS_OF_RWKV7: dict[str, dict[str, Any]] = {
+    "preset": {},
+    "tied": {"tie_embeddings": True},
+    "without a first norm": {"first_norm": False, "norm_eps": 1e-3},
+    "wide values": {"expand_v": 2, "gate_rank": 0},
+}
+
+
+@pytest.mark.parametrize("settings", OURS_OF_RWKV7.values(), ids=OURS_OF_RWKV7)
+def test_an_exported_rwkv7_has_the_logits_and_gradients_of_flas_statement(settings: dict[str, Any]) -> None:
+    model = shaken(build_model({**RWKV7, **settings}, seed=1))
+    config, weights = to_fla(model.spec, model.state_dict())
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    logits, stated = model(TOKENS), rwkv7(TOKENS, leaves, config)
+    assert away(stated, logits) < 1e-9
+    logits.square().sum().backward()
+    stated.square().sum().backward()
+    # What is moved without being changed has one gradient: all of it, but for the embedding where it is tied.
+    gradients = to_fla(model.spec, {name: value.grad for name, value in model.named_parameters()})[1]  # type: ignore[misc]
+    changed = (
+        {"model.embeddings.weight", "model.norm.weight", "model.norm.bias"} if model.spec.tie_embeddings else set()
+    )
+    for name, wanted in gradients.items():
+        found = leaves[name].grad
+        assert found is not None, name
+        assert name in changed or away(found, wanted) < 1e-9, name
+
+
+def test_an_exported_rwkv7_decodes_and_pads_as_flas_statement() -> None:
+    model = shaken(build_model(RWKV7, seed=1))
+    config, weights = to_fla(model.spec, model.state_dict())
+    whole, memory, cache = rwkv7(TOKENS, weights, config), Memory(), None
+    for first, last in ((0, 5), (5, 6), (6, 12)):
+        theirs = rwkv7(TOKENS[:, first:last], weights, config, memory=memory)
+        ours, cache = model.step(TOKENS[:, first:last], cache)
+        assert away(theirs, whole[:, first:last]) < 1e-9
+        assert away(ours, whole[:, first:last]) < 1e-9
+    held = {name: value for name, value in memory.items() if "layers.1." in name}
+    assert sum(value.numel() for value in held.values()) == cache[1].numel() == 2 * (24 + 24 + 3 * 8 * 8)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    padded, ours = rwkv7(TOKENS, weights, config, mask=mask), model(TOKENS, attention_mask=mask)
+    assert away(ours[mask == 1], padded[mask == 1]) < 1e-9
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": False}, {"head_dim": None}, {"norm_eps": 1e-3}], ids=str)
+def test_an_imported_rwkv7_has_the_logits_of_flas_statement(options: dict[str, Any], tmp_path: Path) -> None:
+    file = json.loads((Path(__file__).parent / "fla/rwkv7.json").read_text())
+    config = {**file["config"], **options}
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.3
+        for name, shape in file["parameters"].items()
+        if config["norm_first"] or "pre_norm" not in name
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    spec, ours, _ = from_fla(tmp_path)
+    model = Model(spec).double()
+    model.load_state_dict(ours)
+    doubled = {name: value.double() for name, value in weights.items()}
+    assert away(model(TOKENS), rwkv7(TOKENS, doubled, {**file["config"], **config, "head_dim": 32})) < 1e-9

@@ -27,15 +27,16 @@ from deltalab.export.fla.layer_form import Form, Part, needs, same
 from deltalab.export.fla.linear_forms import GLA, HGRN, HGRN2, LIGHTNET, LINEAR_ATTENTION, RETNET
 from deltalab.export.fla.mamba_forms import LOG_LINEAR_MAMBA2, MAMBA2, MAMBA3
 from deltalab.export.fla.ridge_forms import MESA_NET
+from deltalab.export.fla.rwkv_forms import RWKV7
 from deltalab.export.fla.slot_forms import ABC, GSA, RAVEN
-from deltalab.models.block import swiglu_width
+from deltalab.models.block import mlp_width
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 
 FORMS = (
     GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED, PRECONDITIONED_KDA,
     GLA, RETNET, HGRN, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, GSA, RAVEN, MAMBA2, LOG_LINEAR_MAMBA2,
-    MAMBA3, MESA_NET, FORGETTING, TRANSFORMER, LATENT,
+    MAMBA3, MESA_NET, RWKV7, FORGETTING, TRANSFORMER, LATENT,
 )  # fmt: skip
 """All forms. If a rule has several forms, they are tried in this order."""
 
@@ -52,8 +53,6 @@ WHY_NOT = {
     "rodimus": "FLA's gates read a short convolution of twice the model's width, which is also a residual",
     "rwkv6": "FLA's blocks have LayerNorm, a gated squared-ReLU MLP with token shift, and token shifts that depend on "
     "the input",
-    "rwkv7": "FLA's blocks have LayerNorm, a squared-ReLU MLP with token shift, a bonus for the token and a gated "
-    "share of the first layer's v",
     "sgla": "FLA has this layer (simple GLA), and no model of it",
 }
 """The reason that no model of FLA computes a rule, by rule. A rule with neither form nor reason is not in FLA 0.6."""
@@ -114,7 +113,8 @@ def to_fla(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> tuple[dict[
         ours = [weights[name].detach() for name in part.ours]
         theirs.update(zip(part.theirs, (value.contiguous() for value in part.split(ours)), strict=True))
     if spec.tie_embeddings:
-        theirs[_last_norm(form)] = theirs[_last_norm(form)] * spec.tied_factor
+        for name in _last_norm(form).intersection(theirs):
+            theirs[name] = theirs[name] * spec.tied_factor
     else:
         theirs["lm_head.weight"] = weights["unembed.weight"].detach()
     return config, theirs
@@ -141,7 +141,8 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
         for part in _parts(spec, form):
             weights.update(zip(part.ours, part.join([theirs.pop(name).float() for name in part.theirs]), strict=True))
         if spec.tie_embeddings:
-            weights["norm.weight"] = weights["norm.weight"] / spec.tied_factor
+            for name in {"norm.weight", "norm.bias"}.intersection(weights):
+                weights[name] = weights[name] / spec.tied_factor
             theirs.pop("lm_head.weight", None)  # the embeddings once more, where a file has it at all
         else:
             weights["unembed.weight"] = theirs.pop("lm_head.weight").float()
@@ -164,20 +165,21 @@ def why_not(rule: str) -> str | None:
 
 def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
     """The first form that takes the model, and its config. Raises the first refusal if no form takes it."""
-    layers = [replace(spec.at(layer), value_residual=None) for layer in range(spec.depth)]
+    layers = [spec.at(layer) for layer in range(spec.depth)]
     mixers = [layer for layer in layers if layer.make_rule().name != "attention"] or layers
     rule = mixers[0].make_rule().name
     if (reason := why_not(rule)) is not None:
         raise InputError(f"export to fla: rule '{rule}': {reason}")
     for layer in mixers:
-        if layer != mixers[0]:
+        if replace(layer, value_residual=None) != replace(mixers[0], value_residual=None):
             raise InputError("export to fla: FLA's layers are alike, but for those of attention; these differ")
     refusals = []
     for form in FORMS:
         if form.rule != rule or not form.takes(mixers[0]):
             continue
         try:
-            return form, {**_shared(spec, form, layers), **form.config(mixers[0])}
+            # The first layer has no value residual, and else the last is like it.
+            return form, {**_shared(spec, form, layers), **form.config(mixers[-1])}
         except InputError as error:
             refusals.append(error)
     raise refusals[0]
@@ -186,19 +188,24 @@ def _form_of(spec: ModelSpec) -> tuple[Form, dict[str, Any]]:
 def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, Any]:
     """The options that all models of FLA share, including the one that says which layers are attention."""
     has_mlp = form.block == "transformer"
-    needs(
-        spec,
-        form.model_type,
-        readout=("position",),
-        block=(form.block,),
-        mlp=(has_mlp,),
-        canon=((),),
-        beside=(None,),
-        attention_residuals=(0,),
-        value_residual=(None,),
-        logit_cap=(None,),
-        experts=(None,),
-    )
+    usual: dict[str, tuple[object, ...]] = {
+        "readout": ("position",),
+        "block": (form.block,),
+        "mlp": (has_mlp,),
+        "mlp_shift": (False,),
+        "norm": ("rms",),
+        "first_norm": (False,),
+        "canon": ((),),
+        "beside": (None,),
+        "attention_residuals": (0,),
+        "value_residual": (None,),
+        "logit_cap": (None,),
+        "experts": (None,),
+    }
+    needs(spec, form.model_type, **{name: values for name, values in usual.items() if name not in form.own})
+    usual = {"bonus": (False,), "low_rank_activation": (None,), "low_rank_bias": (False, True)}
+    for layer in layers:
+        needs(layer, form.model_type, **{name: values for name, values in usual.items() if name not in form.own})
     if any(layer.mlp_width != spec.mlp_width for layer in layers):
         raise InputError(f"export to fla: FLA's {form.model_type} has MLPs of one width, that of model.mlp_width")
     attn: list[dict[str, Any]] = []
@@ -219,7 +226,8 @@ def _shared(spec: ModelSpec, form: Form, layers: list[ModelSpec]) -> dict[str, A
         "num_hidden_layers": spec.depth,
         "vocab_size": spec.vocab_size,
         "norm_eps": spec.norm_eps,
-        **({"hidden_ratio": None, "intermediate_size": _mlp_width(spec), "hidden_act": "swish"} if has_mlp else {}),
+        **({"hidden_ratio": None, "intermediate_size": _mlp_width(spec)} if has_mlp else {}),
+        **({"hidden_act": form.fixed.get("hidden_act", "swish")} if has_mlp else {}),
         **({"attn": attn[0] if len(attn) == 1 else attn} if attn else {}),
         "tie_word_embeddings": spec.tie_embeddings,
         "bos_token_id": None,
@@ -251,8 +259,7 @@ def _spec_of(config: Mapping[str, Any], file: Path) -> tuple[Form, ModelSpec]:
     depth, d_model = options["num_hidden_layers"], options["hidden_size"]
     hidden = options["intermediate_size"]
     if hidden is None:
-        # FLA takes 2/3 of the ratio, rounded up to a multiple of 256.
-        hidden = -(-int(d_model * (options["hidden_ratio"] or 4) * 2 / 3) // 256) * 256
+        hidden = form.mlp_width(d_model, options["hidden_ratio"])
     try:
         settings = {
             "vocab_size": options["vocab_size"],
@@ -291,19 +298,20 @@ def _layers(attn: Any, depth: int, settings: Mapping[str, Any]) -> Any:
 
 def _mlp_width(spec: ModelSpec) -> int:
     """The width of the MLP."""
-    return spec.mlp_width or swiglu_width(spec.d_model)
+    return spec.mlp_width or mlp_width(spec.d_model, spec.mlp)
 
 
-def _last_norm(form: Form) -> str:
-    """FLA's name of the weights of the norm before the output matrix."""
-    return f"{form.trunk}.{form.last_norm}.weight"
+def _last_norm(form: Form) -> set[str]:
+    """FLA's names of what the norm before the output matrix may have."""
+    return {f"{form.trunk}.{form.last_norm}.{name}" for name in ("weight", "bias")}
 
 
 def _parts(spec: ModelSpec, form: Form) -> list[Part]:
     """The parameters of the whole model without the output matrix."""
     parts = [
         same("embed.weight", f"{form.trunk}.embeddings.weight"),
-        same("norm.weight", _last_norm(form)),
+        same("norm.weight", f"{form.trunk}.{form.last_norm}.weight"),
+        *(part.within("", f"{form.trunk}.") for part in form.end_parts(spec)),
     ]
     for i in range(spec.depth):
         layer = spec.at(i)
@@ -311,23 +319,27 @@ def _parts(spec: ModelSpec, form: Form) -> list[Part]:
         mixer = [
             part.within("mixer.", f"{form.mixer}.") for part in (TRANSFORMER if is_attention else form).parts(layer)
         ]
-        mlp = Part(
-            ("mlp.into.weight",),
-            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            lambda ours: ours[0].chunk(2),
-            lambda theirs: [torch.cat(list(theirs))],
-        )
         block = [same("norm.weight", "norm.weight"), *mixer]
         if form.block == "transformer":
-            block = [
-                same("norm.weight", f"{form.mixer}_norm.weight"),
-                *mixer,
-                same("mlp_norm.weight", "mlp_norm.weight"),
-                mlp,
-                same("mlp.out.weight", "mlp.down_proj.weight"),
-            ]
+            block = [*(_swiglu_block(form) if form.block_parts is None else form.block_parts()), *mixer]
         parts += [part.within(f"blocks.{i}.", f"{form.trunk}.layers.{i}.") for part in block]
     return parts
+
+
+def _swiglu_block(form: Form) -> list[Part]:
+    """The parameters of a block with RMS norms and SwiGLU, but those of its mixer."""
+    mlp = Part(
+        ("mlp.into.weight",),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        lambda ours: ours[0].chunk(2),
+        lambda theirs: [torch.cat(list(theirs))],
+    )
+    return [
+        same("norm.weight", f"{form.mixer}_norm.weight"),
+        same("mlp_norm.weight", "mlp_norm.weight"),
+        mlp,
+        same("mlp.out.weight", "mlp.down_proj.weight"),
+    ]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class Form:
         trunk: FLA's name of the model without its output matrix.
         last_norm: FLA's name of the norm before the output matrix.
         mixer: FLA's name of a block's mixer; the name of the norm before it begins with it, but for mamba blocks.
+        own: The settings outside of mixers that `config` checks, in the place of the usual checks.
+        block_parts: Lists the parameters of a block but those of its mixer; None for RMS norms and SwiGLU.
+        end_parts: Lists those outside of the blocks but the embedding and the last norm's weights, with FLA's names in
+            its trunk.
+        mlp_width: The width of the MLP that FLA gives a width of the model and a `hidden_ratio`.
         needs_weights: Why an untrained model of ours has no equal; "" if it has one.
     """
 
@@ -78,12 +83,21 @@ class Form:
     trunk: str = "model"
     last_norm: str = "norm"
     mixer: str = "attn"
+    own: tuple[str, ...] = ()
+    block_parts: Callable[[], list[Part]] | None = None
+    end_parts: Callable[[ModelSpec], list[Part]] = lambda spec: []
+    mlp_width: Callable[[int, float | None], int] = lambda d_model, ratio: swiglu_width(d_model, ratio)
     needs_weights: str = ""
 
 
 def same(ours: str, theirs: str) -> Part:
     """Returns the part for a parameter that both sides have in the same shape."""
     return Part((ours,), (theirs,), list, list)
+
+
+def swiglu_width(d_model: int, ratio: float | None) -> int:
+    """Returns the width of FLA's SwiGLU: 2/3 of the ratio, rounded up to a multiple of 256."""
+    return -(-int(d_model * (ratio or 4) * 2 / 3) // 256) * 256
 
 
 def shaped(ours: str, theirs: str, our_shape: tuple[int, ...], their_shape: tuple[int, ...]) -> Part:
