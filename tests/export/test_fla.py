@@ -295,16 +295,19 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
         ({"rule": "retnet", **RAW}, "no equal of model.rope false; add `--set model.rope=true`"),
         (
             {"rule": "rwkv7@published"},
-            "FLA's rwkv7 has no equal of this model's blocks: `--set model.preset=rwkv7` has them, and this model "
-            "lacks `model.norm=layer` `model.mlp=relu2` `model.mlp_shift=true` `model.token_shift=each` "
-            r"`model.output_gate=linear` `model.low_rank_activation=\{g: tanh, output_gate: sigmoid\}` "
-            r"`model.low_rank_bias=\[a\]` `model.bonus=true` `model.value_residual=\{rank: 32\}`, in two layers or mo",
+            r"FLA's rwkv7 has the blocks of `preset: rwkv7`, and two of them or more; this model lacks norm=layer, "
+            r"mlp=relu2, mlp_shift=true, token_shift=each, output_gate=linear, low_rank_activation=\{g: tanh, "
+            r"output_gate: sigmoid\}, low_rank_bias=\[a\], bonus=true, value_residual=\{rank: 32\}; add `--.* "
+            r"--set 'model.low_rank_activation=\{g: tanh, output_gate: sigmoid\}' --set .*, and the model starts",
         ),
         (
             {"preset": "rwkv7", "layers": 2, "gate_rank": None, "low_rank_activation": {"g": "tanh"}},
-            "lacks `model.low_",
+            "lacks low_rank_a",
         ),
-        ({"preset": "rwkv7", "layers": 2, "bonus": False}, "this model lacks `model.bonus=true`$"),
+        (
+            {"preset": "rwkv7", "layers": 2, "bonus": False},
+            "this model lacks bonus=true; add `--set model.bonus=true`, and",
+        ),
         ({"preset": "rwkv7", "layers": 2, "scale": 1.0}, "no equal of model.scale 1.0; add `--set model.scale=null`"),
         ({"preset": "rwkv7", "layers": 2, "key_dim": 4}, "share the model's width, with values of a multiple of it: 2"),
         ({"preset": "rwkv7", "layers": 2, "features": "silu"}, "no equal of features 'silu'; it needs raw"),

@@ -402,6 +402,9 @@ def test_knobs_that_another_rule_lacks_are_no_change_to_it() -> None:
     }
     _, arm = estimate(make_plan(load_study(study))).arms
     assert arm.change == "rule.name=gla, rule.g=gla_decay(tau=16, rank=16), model.key_dim=None"
+    model = {"layers": 2, "value_residual": {"rank": 2}}  # a setting of one key, and no gate
+    _, arm = estimate(make_plan(load_study({**study, "arms": {"gated": {"model": model}}}))).arms
+    assert arm.change == "model.layers=2, model.value_residual={'rank': 2}"
 
 
 def test_a_plan_counts_the_supernet_that_places_attention(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

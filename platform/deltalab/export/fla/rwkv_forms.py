@@ -29,9 +29,9 @@ OF_ITS_BLOCKS: dict[str, object] = {
 def _lacking(spec: ModelSpec) -> list[str]:
     """The settings of a model that lacks some of what FLA's blocks have, as `--set` gives them."""
     wanted = {**OF_ITS_BLOCKS, "gate_rank": 128 if spec.gate_rank is None else spec.gate_rank}
-    lacking = [f"model.{name}={_text(value)}" for name, value in wanted.items() if getattr(spec, name) != value]
+    lacking = [f"{name}={_text(value)}" for name, value in wanted.items() if getattr(spec, name) != value]
     if "rank" not in (spec.value_residual or {}):
-        lacking.append("model.value_residual={rank: 32}")
+        lacking.append("value_residual={rank: 32}")
     return lacking
 
 
@@ -45,10 +45,10 @@ def _text(value: object) -> str:
 def _rwkv7(spec: ModelSpec) -> dict[str, Any]:
     name, (key_dim, value_dim) = "rwkv7", spec.head_dims
     if lacking := _lacking(spec):
-        add = " ".join(f"`{text}`" for text in lacking)
+        add = " ".join(f"--set 'model.{text}'" if " " in text else f"--set model.{text}" for text in lacking)
         raise InputError(
-            f"export to fla: FLA's {name} has no equal of this model's blocks: `--set model.preset=rwkv7` has them, "
-            f"and this model lacks {add}{'' if spec.value_residual else ', in two layers or more'}"
+            f"export to fla: FLA's {name} has the blocks of `preset: rwkv7`, and two of them or more; this model lacks "
+            f"{', '.join(lacking)}; add `{add}`, and the model starts untrained"
         )
     own = {key: (getattr(spec, key),) for key in ("token_shift", "output_norm", "gate_rank")}
     plain(spec, name, qk_heads=(None, spec.heads), scale=(None, key_dim**-0.5), **own)

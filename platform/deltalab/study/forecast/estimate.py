@@ -169,5 +169,6 @@ def _short(value: object) -> str:
     """Writes the value of a setting for a table."""
     if isinstance(value, dict) and len(value) == 1:
         ((kind, options),) = value.items()
-        return f"{kind}({', '.join(f'{name}={number:g}' for name, number in options.items())})"
+        if isinstance(options, dict):
+            return f"{kind}({', '.join(f'{name}={number:g}' for name, number in options.items())})"
     return str(value)
