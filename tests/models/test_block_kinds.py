@@ -30,6 +30,7 @@ MIXER: dict[str, Any] = {
     "value_residual": {"rank": 2},
 }  # fmt: skip
 WHOLE = {**MIXER, **SHIFTED, "norm": "layer", "first_norm": True, "tie_embeddings": False}
+BY_TOKEN = {"rule": "rwkv6", "token_shift": {"rank": 3}, "mlp": "gated_relu2", "mlp_shift": True}
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 16
 
 
@@ -134,6 +135,28 @@ def test_a_layer_of_rwkv7_is_its_statement() -> None:
         first = values if first is None else first
 
 
+def test_means_that_depend_on_the_token_are_their_statement() -> None:
+    shift = net(rule="rwkv6", token_shift={"rank": 3}).blocks[0].mixer.shift  # type: ignore[union-attr]
+    assert isinstance(shift, TokenShift)
+    x, before = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(2, 1, 8, dtype=torch.float64)
+    found = shift(x, before)
+    assert sorted(found) == ["g_own", "gate", "k", "q", "v"]
+    for n, name in enumerate(shift.readers):
+        into, last = shift.into.weight[3 * n : 3 * n + 3], before[:, 0]
+        for t, token in enumerate(x.unbind(1)):
+            change = last - token
+            share = shift.share[name] + torch.tanh((token + shift.mean * change) @ into.T) @ shift.out[n]
+            torch.testing.assert_close(found[name][:, t], token + share * change)
+            last = token
+
+
+def test_means_that_depend_on_the_token_start_as_those_that_do_not() -> None:
+    plain, other = (
+        build_model({"rule": "rwkv6", **SIZES, "token_shift": given}, seed=1) for given in ("each", {"rank": 3})
+    )
+    assert torch.equal(other(TOKENS), plain(TOKENS))
+
+
 @pytest.mark.parametrize("rule", ["comba", "gla", "rwkv6", "gated_deltanet", "rla"])
 def test_a_bonus_reads_the_operands_of_any_rule_of_the_algebra(rule: str) -> None:
     layer, x = net(rule=rule, bonus=True, output_gate=False).blocks[0].mixer, torch.randn(1, 5, 8).double()
@@ -159,6 +182,7 @@ def test_a_bonus_reads_the_operands_of_any_rule_of_the_algebra(rule: str) -> Non
         {"mlp": "gated_relu2", "mlp_shift": True, "rule": "attention"},
         {"mlp_shift": True, "beside": "gla"},
         {"token_shift": "each", "rule": "erase_then_delta"},
+        {"token_shift": {"rank": 3}, "rule": "rwkv6", "low_rank_activation": {"g": "tanh"}, **SHIFTED},
         {"bonus": True, "qk_heads": 1, "output_norm": "none"},
     ],
     ids=str,
@@ -174,7 +198,7 @@ def test_tokens_one_by_one_and_packed_are_the_whole(settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "settings", [WHOLE, SHIFTED, {"mlp": "gated_relu2"}, {**WHOLE, "tie_embeddings": True}], ids=str
+    "settings", [WHOLE, SHIFTED, {"mlp": "gated_relu2"}, {**WHOLE, "tie_embeddings": True}, BY_TOKEN], ids=str
 )
 def test_costs_are_counted(settings: dict[str, Any]) -> None:
     spec = ModelSpec.of({"rule": "comba", **SIZES, "layers": 3, **settings})
@@ -196,10 +220,11 @@ def test_a_gate_of_the_first_values_is_in_the_flops() -> None:
     assert with_gate.parameters - without.parameters == 2 * (2 * (8 + 8) + 8)
 
 
-def test_a_stack_is_as_each_alone() -> None:
+@pytest.mark.parametrize("settings", [WHOLE, BY_TOKEN], ids=["rwkv7", "rwkv6"])
+def test_a_stack_is_as_each_alone(settings: dict[str, Any]) -> None:
     task = get_task("mqar", length=16, pairs=2, vocab_size=32)
     spec = TrainSpec(steps=4, batch_size=4, lr=1e-2, evaluations=1, eval_batches=1)
-    model = ModelSpec.of({**SIZES, **WHOLE, "vocab_size": 32})
+    model = ModelSpec.of({**SIZES, **settings, "vocab_size": 32})
     together, alone = train(task, model, spec, [1, 2]).runs[1], train(task, model, spec, [2]).runs[0]
     for name, value in alone.weights.items():
         torch.testing.assert_close(together.weights[name], value, rtol=1e-4, atol=1e-5)
@@ -237,6 +262,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"norm": "leyer"}, "model.norm: unknown norm 'leyer'; did you mean 'layer'?"),
     ({"norm": "layer", "attention_residuals": 1}, "model.attention_residuals has RMS norms of its own"),
     ({"token_shift": "eech"}, "model.token_shift: unknown token_shift 'eech'; did you mean 'each'?"),
+    ({"token_shift": {"rank": 0}}, "model.token_shift.rank must be a whole number of at least 1, not 0"),
+    ({"token_shift": {"rnak": 2}}, "model.token_shift: unknown key 'rnak'; did you mean 'rank'?"),
+    ({"token_shift": {}}, "model.token_shift: needs rank"),
+    ({"token_shift": {"rank": 2}, "q_rank": 4}, "kv_rank and q_rank do not go with token_shift"),
     ({"token_shift": "each", "kv_rank": 4}, "kv_rank and q_rank do not go with token_shift"),
     ({"low_rank_activation": {"g": "tanh"}}, "model.low_rank_activation: unknown projection of a rank 'g'"),
     ({"low_rank_activation": "tanh"}, "model.low_rank_activation must be {projection: function}, not 'tanh'"),

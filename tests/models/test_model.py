@@ -309,7 +309,7 @@ REFUSED = [
     ({"rope": 0}, "model.rope must be true, false or a base"),
     ({"rope": True, "key_dim": 3}, "key_dim must be even, not 3"),
     ({"qk_norm": 1}, "model.qk_norm must be true or false"),
-    ({"token_shift": "no"}, "model.token_shift: unknown token_shift 'no'; allowed: each, true, false"),
+    ({"token_shift": "no"}, "model.token_shift: unknown token_shift 'no'; allowed: each, {rank: r}, true, false"),
     ({"output_norm": "rsm"}, "model.output_norm: unknown norm 'rsm'; did you mean 'rms'?"),
     ({"output_gate": "slu"}, "model.output_gate: unknown gate 'slu'; did you mean 'silu'?"),
     ({"output_gate": "silu_before_norm", "output_norm": "none"}, "no effect without output_norm"),

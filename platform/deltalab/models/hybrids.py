@@ -105,6 +105,15 @@ HYBRIDS: Mapping[str, Hybrid] = {
         "of d_model / heads, where these are whole",
         {"expand_v": 2.0},
     ),
+    "rwkv6": Hybrid(
+        "arXiv:2404.05892; fla/models/rwkv6 of fla-org/flash-linear-attention",
+        {"name": "rwkv6", "g": {"rwkv6_decay": {"rank": 64}}},
+        (RULE,) * 12,
+        "starts that differ by channel and layer; an eps of the output norm that is 64 times as large",
+        {"conv": 0, "token_shift": {"rank": 32}, "output_norm": "group", "output_gate": "silu", "scale": 1.0,
+         "low_rank_activation": {"g": "tanh"}, "mlp": "gated_relu2", "mlp_shift": True, "norm": "layer",
+         "first_norm": True, "tie_embeddings": False},
+    ),
     # Ranks of the model of 168M, of width 768. Those of gates are numbers of the rule, which no width changes.
     "rwkv7": Hybrid(
         "arXiv:2503.14456 (168M); fla/models/rwkv7 of fla-org/flash-linear-attention",

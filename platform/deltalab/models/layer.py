@@ -19,7 +19,7 @@ from deltalab.models.parts.first_values import RANK, ValueGate, ValueResidual
 from deltalab.models.parts.gates import INSIDE, Gates, Vectors, first_linear, own_reader, unit
 from deltalab.models.parts.gates import shard_gates as shard_gates
 from deltalab.models.parts.latent import Latent, kept, refusal
-from deltalab.models.parts.token_shift import TokenShift
+from deltalab.models.parts.token_shift import EACH, TokenShift
 from deltalab.models.start import Ones, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
 from deltalab.ops.convolution import FEATURES, Channels, features, fused, fuses, tail_of
@@ -68,7 +68,8 @@ class RuleLayer(Started):
         kv_rank: The width of the latent that k and v of all heads come from; None for k and v from x. With one of the
             ranks, PyTorch's operators convolve on a GPU, too.
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1}. With
-            `each`, the gates and vectors do not share one mean.
+            `each`, the gates and vectors do not share one mean. With {rank: r}, the means also depend on the token, as
+            in `TokenShift`.
         output_norm: The norm of each head's output, a kind of `HeadNorm`.
         output_gate: The gate of the output, a kind of `HeadNorm`.
         gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix, 0 for
@@ -113,7 +114,7 @@ class RuleLayer(Started):
         rope_dim: int | None = None,
         q_rank: int | None = None,
         kv_rank: int | None = None,
-        token_shift: bool | str = False,
+        token_shift: bool | str | Mapping[str, Any] = False,
         output_norm: bool | str = True,
         output_gate: bool | str = True,
         gate_rank: int | None = None,
@@ -213,12 +214,13 @@ class RuleLayer(Started):
                 second = linear(rank, width, bias=biased, widens=False)
                 self.gate = nn.Sequential(linear(d_model, rank), second)
         of_gates = [*self.gates.project, *(() if self.vectors is None else self.vectors.project)]
-        if token_shift == "each":
+        of_token = token_shift if isinstance(token_shift, Mapping) else {}
+        if token_shift == EACH or of_token:
             of_gates = [own_reader(name) for name in of_gates]
         elif of_gates:
             of_gates = ["gates"]
         more_readers = [*of_gates, *(["gate"] if self.gate is not None else [])]
-        self.shift = TokenShift(d_model, ["q", "k", "v", *more_readers]) if token_shift else None
+        self.shift = TokenShift(d_model, ["q", "k", "v", *more_readers], **of_token) if token_shift else None
         self.out = linear(heads * value_dim, d_model, std=out_std)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from deltalab.models.parts.gates import INSIDE, low_rank
 from deltalab.models.parts.images import check_images, grid, sees_all
 from deltalab.models.parts.latent import refusal
 from deltalab.models.parts.limits import whole
+from deltalab.models.parts.token_shift import token_shift_in_full
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
 from deltalab.ops.peers.scans import PACKAGES
@@ -80,7 +81,8 @@ class ModelSpec:
             numbers for each token, if they have neither `conv`, `canon` B, `qk_norm` nor `features`, and positions only
             in `rope_dim`; else, they hold k and v.
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1} (RWKV).
-            With true, one mean is for all gates of the rule; with `each`, every one has its own (RWKV-7).
+            With true, one mean is for all gates of the rule; with `each`, every one has its own (RWKV-7). With
+            {rank: r}, these means also depend on the token, through r channels (RWKV-6).
         output_norm: The norm of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true),
             rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, layer_all (TTT), group.
         output_gate: The function of W x that multiplies the normed output: none (or false), sigmoid (or true), silu
@@ -175,7 +177,7 @@ class ModelSpec:
     rope_dim: int | None = field(default=None, metadata=LATER)
     q_rank: int | None = field(default=None, metadata=LATER)
     kv_rank: int | None = field(default=None, metadata=LATER)
-    token_shift: bool | str = field(default=False, metadata=LATER)
+    token_shift: bool | str | Mapping[str, int] = field(default=False, metadata=LATER)
     output_norm: bool | str = True
     output_gate: bool | str = True
     gate_rank: int | None = field(default=None, metadata=LATER)
@@ -588,8 +590,7 @@ class ModelSpec:
             raise unknown("norm", self.norm, NORMS, where="model.norm")
         if self.norm != "rms" and self.attention_residuals:
             raise InputError("model.attention_residuals has RMS norms of its own: leave it out, or model.norm layer")
-        if not isinstance(self.token_shift, bool) and self.token_shift != "each":
-            raise unknown("token_shift", self.token_shift, ("each", "true", "false"), where="model.token_shift")
+        object.__setattr__(self, "token_shift", token_shift_in_full(self.token_shift))
         self._check_low_ranks()
         if self.bonus and (reason := without_bonus(self.make_rule())):
             raise InputError(f"model.{reason}")

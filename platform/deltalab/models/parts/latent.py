@@ -120,7 +120,7 @@ def refusal(
     own_heads: int,
     key_dim: int,
     rope: bool,
-    token_shift: bool | str,
+    token_shift: object,
 ) -> str | None:
     """Returns why settings of a layer do not go together; None if they do.
 

@@ -16,6 +16,7 @@ MOST = {
     "kv_rank": 2**16,
     "gate_rank": 2**16,
     "value_residual.rank": 2**16,
+    "token_shift.rank": 2**16,
     "mlp_width": 2**20,
     "base_width": 2**16,
     "experts.count": 2**12,

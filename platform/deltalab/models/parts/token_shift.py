@@ -1,27 +1,49 @@
 """Tokens beside their neighbours: the learned means of a token and the one before it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deltalab.models.start import Parameters, Ramp
+from deltalab.errors import InputError, unknown
+from deltalab.models.parts.limits import whole
+from deltalab.models.start import Parameters, Ramp, Started, Zeros, linear
 from deltalab.ops.packing import Sequences
 
+EACH = "each"
+"""The `ModelSpec.token_shift` by which every gate reads a mean of its own."""
 
-class TokenShift(nn.Module):
+RANK = "rank"
+"""The key of a `ModelSpec.token_shift` whose means depend on the token."""
+
+
+class TokenShift(Started):
     """A learned mean of neighbouring tokens, x_t + m (x_{t-1} - x_t), for each reader of x [B, T, d].
 
     Each reader has its own m [d], which starts as a ramp over the channels, from 0 to 1. The token before the first is
     zero.
 
+    With a rank r, the mean of reader n depends on the token: m_n + W_n tanh(V_n (x_t + m (x_{t-1} - x_t))) stands in
+    the place of m_n, with V_n [r, d], W_n [d, r] that starts at 0, and one m for all readers.
+
+    Args:
+        d_model: d.
+        readers: The names of the readers.
+        rank: r; None for means that are the same for all tokens.
+
     References:
-        Peng et al. 2023, arXiv:2305.13048.
+        Peng et al. 2023, arXiv:2305.13048. With a rank, Peng et al. 2024 (RWKV-6), arXiv:2404.05892.
     """
 
-    def __init__(self, d_model: int, readers: Sequence[str]) -> None:
+    def __init__(self, d_model: int, readers: Sequence[str], rank: int | None = None) -> None:
         super().__init__()
         self.share = Parameters(dict.fromkeys(readers, Ramp()), dict.fromkeys(readers, (d_model,)))
+        self.readers, self.rank = tuple(readers), rank
+        if rank is not None:
+            self.mean = self.drawn("mean", Ramp(), d_model)
+            self.into = linear(d_model, len(readers) * rank)
+            self.out = self.drawn("out", Zeros(), len(readers), rank, d_model)
 
     def forward(self, x: Tensor, last: Tensor | None, packed: Sequences | None = None) -> dict[str, Tensor]:
         """Computes the mean of each reader.
@@ -31,8 +53,29 @@ class TokenShift(nn.Module):
             last: As in `previous`.
             packed: As in `previous`.
         """
-        before = previous(x, last, packed)
-        return {name: x + share * (before - x) for name, share in self.share.items()}
+        change = previous(x, last, packed) - x
+        if self.rank is None:
+            return {name: x + share * change for name, share in self.share.items()}
+        inner = self.into(x + self.mean * change).tanh().unflatten(-1, (len(self.readers), self.rank))
+        moved = torch.einsum("btnr,nrd->nbtd", inner, self.out.to(inner))
+        return {name: x + (self.share[name] + more) * change for name, more in zip(self.readers, moved, strict=True)}
+
+
+def token_shift_in_full(setting: object) -> bool | str | dict[str, Any]:
+    """Returns `ModelSpec.token_shift` in its only form; raises `InputError` if it is no kind of token shift."""
+    if isinstance(setting, bool):
+        return setting
+    if setting == EACH:
+        return EACH
+    if not isinstance(setting, Mapping):
+        raise unknown("token_shift", setting, (EACH, f"{{{RANK}: r}}", "true", "false"), where="model.token_shift")
+    for key in setting:
+        if key != RANK:
+            raise unknown("key", key, [RANK], where="model.token_shift")
+    if RANK not in setting:
+        raise InputError("model.token_shift: needs rank")
+    whole("token_shift.rank", setting[RANK], least=1)
+    return {RANK: setting[RANK]}
 
 
 def previous(x: Tensor, last: Tensor | None, packed: Sequences | None) -> Tensor:
