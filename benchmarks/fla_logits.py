@@ -140,6 +140,10 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"preset": "rwkv7", "d_model": 64, "heads": 2, "gate_rank": 16, "value_residual": {"rank": 8}},
         "RWKV7", {"head_dim": 32},
     ),
+    "rwkv6": (
+        {"preset": "rwkv6", "d_model": 64, "heads": 2, "key_dim": 16, "expand_v": 2.0, "token_shift": {"rank": 8}},
+        "RWKV6", {"num_heads": 2},
+    ),
     "mesa_net": ({}, "MesaNet", {"head_dim": 32, "num_heads": 2, "use_output_gate": True}),
     "latent_attention": (
         {

@@ -68,6 +68,7 @@ OURS: dict[str, dict[str, Any]] = {
     "gsa": {"rule": "gsa@published", "features": "silu"},
     "raven": {"rule": "raven", **SLOTS},
     "rwkv7": {"preset": "rwkv7", "layers": 2},
+    "rwkv6": {"preset": "rwkv6", "layers": 2, "key_dim": 4, "expand_v": 2.0},
     "rwkv7, tied": {"preset": "rwkv7", "layers": 3, "tie_embeddings": True, "first_norm": False, "gate_rank": 0},
     "log-linear": {"rule": "log_linear_attention@published", "mlp_width": 256, "key_dim": 64, "expand_v": 0.5},
     "latent attention": {
@@ -296,7 +297,7 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
         (
             {"rule": "rwkv7@published"},
             r"FLA's rwkv7 has the blocks of `preset: rwkv7`, and two of them or more; this model lacks norm=layer, "
-            r"mlp=relu2, mlp_shift=true, token_shift=each, output_gate=linear, low_rank_activation=\{g: tanh, "
+            r"mlp_shift=true, mlp=relu2, token_shift=each, output_gate=linear, low_rank_activation=\{g: tanh, "
             r"output_gate: sigmoid\}, low_rank_bias=\[a\], bonus=true, value_residual=\{rank: 32\}; add `--.* "
             r"--set 'model.low_rank_activation=\{g: tanh, output_gate: sigmoid\}' --set .*, and the model starts",
         ),
@@ -311,6 +312,17 @@ def test_each_rule_has_an_equal_in_fla_or_a_reason_in_one_line() -> None:
         ({"preset": "rwkv7", "layers": 2, "scale": 1.0}, "no equal of model.scale 1.0; add `--set model.scale=null`"),
         ({"preset": "rwkv7", "layers": 2, "key_dim": 4}, "share the model's width, with values of a multiple of it: 2"),
         ({"preset": "rwkv7", "layers": 2, "features": "silu"}, "no equal of features 'silu'; it needs raw"),
+        (
+            {"rule": "rwkv6"},
+            "FLA's rwkv6 has the blocks of `preset: rwkv6`; this model lacks norm=layer, mlp_shift=true, conv=0, "
+            r"output_norm=group, mlp=gated_relu2, output_gate=silu, scale=1.0, low_rank_activation=\{g: tanh\}, "
+            r"token_shift=\{rank: 32\}; add `--set model.norm=layer ",
+        ),
+        (
+            {"preset": "rwkv6", "layers": 2, "bonus": True},
+            "this model lacks bonus=false; add `--set model.bonus=false`",
+        ),
+        ({"preset": "rwkv6", "layers": 2, "gate_rank": 4}, "no equal of model.gate_rank 4; add"),
         ({"rule": "gla", "features": "silu", "bonus": True}, "FLA's gla has no equal of model.bonus true; add `--set"),
         ({"rule": "gated_deltanet", "norm": "layer"}, "no equal of model.norm layer; add `--set model.norm=rms`"),
         ({"rule": "gated_deltanet", "mlp": "relu2"}, "no equal of model.mlp relu2; add `--set model.mlp=true`"),
@@ -370,7 +382,10 @@ def test_mesa_net_goes_to_fla_while_its_convolution_leaves_v_as_it_is(tmp_path: 
     ("options", "message"),
     [
         ({"model_type": "llama"}, "unknown model_type with an equal here 'llama'"),
-        ({"model_type": "rwkv6"}, "config.json: model_type 'rwkv6' has no equal here: FLA's blocks have LayerNorm, "),
+        (
+            {"model_type": "rodimus"},
+            "config.json: model_type 'rodimus' has no equal here: FLA's gates read a short con",
+        ),
         ({"clamp_min": -1.0}, "option 'clamp_min' -1.0 has no equal here; only None has"),
         ({"feature_map": "relu"}, "option 'feature_map' 'relu' has no equal here"),
         ({"share_conv_kernel": True}, r"option 'share_conv_kernel' \(True\) has no equal here"),

@@ -218,51 +218,102 @@ def rwkv7_layer(
     return (o * g) @ weights["o_proj.weight"].T, v
 
 
-def rwkv7(
+RWKV6: dict[str, Any] = {
+    "preset": "rwkv6", "vocab_size": 20, "d_model": 24, "heads": 2, "key_dim": 6, "expand_v": 2.0, "layers": 2,
+    "token_shift": {"rank": 5},
+}  # fmt: skip
+
+
+def rwkv6_layer(
+    x: Tensor, first: Tensor | None, weights: Mapping[str, Tensor], options: Mapping[str, Any], memory: Memory, at: str
+) -> tuple[Tensor, Tensor]:
+    """`RWKV6Attention` of fla/layers/rwkv6.py for one token [B, d]."""
+    H, rank = options["num_heads"], options["proj_low_rank_dim"]
+    delta = memory.get(f"{at}.conv_state", torch.zeros_like(x)) - x
+    memory[f"{at}.conv_state"] = x
+    inner = ((x + delta * weights["x_proj.0.mu"]) @ weights["x_proj.0.linear.weight"].T).tanh().view(len(x), 5, rank)
+    shares = torch.einsum("bnr,hnr->bnh", inner, weights["x_proj.2.weight"].view(x.shape[-1], 5, rank))
+    means = (x + delta * share for share in (shares + weights["x_bias"]).unbind(1))
+    r, w, k, v, g = means
+    lora = "w_proj.linear.lora"
+    w = (w @ weights[f"{lora}.0.weight"].T).tanh() @ weights[f"{lora}.2.weight"].T + weights[f"{lora}.2.bias"]
+    r, k, v, g = (y @ weights[f"{name}_proj.linear.weight"].T for name, y in (("r", r), ("k", k), ("v", v), ("g", g)))
+    r, w, k, v = (y.unflatten(-1, (H, -1)) for y in (r, w, k, v))
+    written = k[..., None] * v[..., None, :]
+    state = memory.get(f"{at}.recurrent_state", torch.zeros_like(written))
+    o = torch.einsum("bhkv,bhk->bhv", state + weights["bonus"][..., None] * written, r)
+    memory[f"{at}.recurrent_state"] = (-w.exp()).exp()[..., None] * state + written
+    o = F.group_norm(o.flatten(1), H, weights["g_norm.weight"], weights["g_norm.bias"], options["norm_eps"])
+    return (o * F.silu(g)) @ weights["o_proj.weight"].T, v
+
+
+def rwkv7_mlp(x: Tensor, delta: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """`RWKV7FeedForward`."""
+    key = (x + delta * weights["x_k"]) @ weights["key.weight"].T
+    return key.clamp(min=0).square() @ weights["value.weight"].T
+
+
+def rwkv6_mlp(x: Tensor, delta: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """`RWKV6FeedForward`."""
+    key, receptance = (
+        (x + delta * weights[f"{name}.mu"]) @ weights[f"{name}.linear.weight"].T for name in ("key", "receptance")
+    )
+    return receptance.sigmoid() * (key.clamp(min=0).square() @ weights["value.weight"].T)
+
+
+PARTS = {"rwkv7": (rwkv7_layer, rwkv7_mlp), "rwkv6": (rwkv6_layer, rwkv6_mlp)}
+
+
+def rwkv(
     tokens: Tensor,
     weights: Mapping[str, Tensor],
     options: Mapping[str, Any],
     mask: Tensor | None = None,
     memory: Memory | None = None,
 ) -> Tensor:
-    """`RWKV7ForCausalLM` of fla/models/rwkv7/modeling_rwkv7.py. Its mask sets what layer and MLP read to 0."""
+    """The model of fla/models/rwkv7/modeling_rwkv7.py or rwkv6. Its mask sets what layer and MLP read to 0."""
     eps, logits = options["norm_eps"], []
     memory = Memory() if memory is None else memory
+    layer, mlp = PARTS[options["model_type"]]
     for t in range(tokens.shape[1]):
         keep = torch.ones(len(tokens), 1) if mask is None else mask[:, t, None]
         x, first = weights["model.embeddings.weight"][tokens[:, t]], None
         for i in range(options["num_hidden_layers"]):
             prefix = f"model.layers.{i}."
-            own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            own, mixer, fed = (
+                {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
+                for start in (prefix, f"{prefix}attn.", f"{prefix}ffn.")
+            )
             if i == 0 and options["norm_first"]:
                 x = layer_norm(x, own, "pre_norm", eps)
-            mixer = {name.removeprefix("attn."): value for name, value in own.items()}
-            y, values = rwkv7_layer(layer_norm(x, own, "attn_norm", eps) * keep, first, mixer, options, memory, prefix)
+            y, values = layer(layer_norm(x, own, "attn_norm", eps) * keep, first, mixer, options, memory, prefix)
             first, x = values if first is None else first, x + y
             z = layer_norm(x, own, "ffn_norm", eps) * keep
             delta = memory.get(f"{prefix}.ffn_state", torch.zeros_like(z)) - z
             memory[f"{prefix}.ffn_state"] = z
-            key = (z + delta * own["ffn.x_k"]) @ own["ffn.key.weight"].T
-            x = x + key.clamp(min=0).square() @ own["ffn.value.weight"].T
+            x = x + mlp(z, delta, fed)
         head = "model.embeddings.weight" if options["tie_word_embeddings"] else "lm_head.weight"
         logits.append(layer_norm(x, {k[6:]: v for k, v in weights.items()}, "norm", eps) @ weights[head].T)
     return torch.stack(logits, dim=1)
 
 
-OURS_OF_RWKV7: dict[str, dict[str, Any]] = {
-    "preset": {},
-    "tied": {"tie_embeddings": True},
-    "without a first norm": {"first_norm": False, "norm_eps": 1e-3},
-    "wide values": {"expand_v": 2, "gate_rank": 0},
+OURS_OF_RWKV: dict[str, dict[str, Any]] = {
+    "rwkv7": RWKV7,
+    "rwkv7, tied": {**RWKV7, "tie_embeddings": True},
+    "rwkv7 without a first norm": {**RWKV7, "first_norm": False, "norm_eps": 1e-3},
+    "rwkv7 of wide values": {**RWKV7, "expand_v": 2, "gate_rank": 0},
+    "rwkv6": RWKV6,
+    "rwkv6, tied": {**RWKV6, "tie_embeddings": True, "mlp_width": 40},
+    "rwkv6 without a first norm": {**RWKV6, "first_norm": False, "norm_eps": 1e-3, "layers": 1},
 }
 
 
-@pytest.mark.parametrize("settings", OURS_OF_RWKV7.values(), ids=OURS_OF_RWKV7)
-def test_an_exported_rwkv7_has_the_logits_and_gradients_of_flas_statement(settings: dict[str, Any]) -> None:
-    model = shaken(build_model({**RWKV7, **settings}, seed=1))
+@pytest.mark.parametrize("settings", OURS_OF_RWKV.values(), ids=OURS_OF_RWKV)
+def test_an_exported_rwkv_has_the_logits_and_gradients_of_flas_statement(settings: dict[str, Any]) -> None:
+    model = shaken(build_model(settings, seed=1))
     config, weights = to_fla(model.spec, model.state_dict())
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    logits, stated = model(TOKENS), rwkv7(TOKENS, leaves, config)
+    logits, stated = model(TOKENS), rwkv(TOKENS, leaves, config)
     assert away(stated, logits) < 1e-9
     logits.square().sum().backward()
     stated.square().sum().backward()
@@ -277,26 +328,38 @@ def test_an_exported_rwkv7_has_the_logits_and_gradients_of_flas_statement(settin
         assert name in changed or away(found, wanted) < 1e-9, name
 
 
-def test_an_exported_rwkv7_decodes_and_pads_as_flas_statement() -> None:
-    model = shaken(build_model(RWKV7, seed=1))
+@pytest.mark.parametrize(
+    ("settings", "held"), [(RWKV7, 24 + 24 + 3 * 8 * 8), (RWKV6, 24 + 24 + 2 * 6 * 12)], ids=["rwkv7", "rwkv6"]
+)
+def test_an_exported_rwkv_decodes_and_pads_as_flas_statement(settings: dict[str, Any], held: int) -> None:
+    model = shaken(build_model(settings, seed=1))
     config, weights = to_fla(model.spec, model.state_dict())
-    whole, memory, cache = rwkv7(TOKENS, weights, config), Memory(), None
+    whole, memory, cache = rwkv(TOKENS, weights, config), Memory(), None
     for first, last in ((0, 5), (5, 6), (6, 12)):
-        theirs = rwkv7(TOKENS[:, first:last], weights, config, memory=memory)
+        theirs = rwkv(TOKENS[:, first:last], weights, config, memory=memory)
         ours, cache = model.step(TOKENS[:, first:last], cache)
         assert away(theirs, whole[:, first:last]) < 1e-9
         assert away(ours, whole[:, first:last]) < 1e-9
-    held = {name: value for name, value in memory.items() if "layers.1." in name}
-    assert sum(value.numel() for value in held.values()) == cache[1].numel() == 2 * (24 + 24 + 3 * 8 * 8)
+    of_layer = {name: value for name, value in memory.items() if "layers.1." in name}
+    assert sum(value.numel() for value in of_layer.values()) == cache[1].numel() == 2 * held
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
-    padded, ours = rwkv7(TOKENS, weights, config, mask=mask), model(TOKENS, attention_mask=mask)
+    padded, ours = rwkv(TOKENS, weights, config, mask=mask), model(TOKENS, attention_mask=mask)
     assert away(ours[mask == 1], padded[mask == 1]) < 1e-9
 
 
-@pytest.mark.parametrize("options", [{}, {"norm_first": False}, {"head_dim": None}, {"norm_eps": 1e-3}], ids=str)
-def test_an_imported_rwkv7_has_the_logits_of_flas_statement(options: dict[str, Any], tmp_path: Path) -> None:
-    file = json.loads((Path(__file__).parent / "fla/rwkv7.json").read_text())
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rwkv7", {}),
+        ("rwkv7", {"norm_first": False, "norm_eps": 1e-3}),
+        ("rwkv7", {"head_dim": None}),
+        ("rwkv6", {}),
+        ("rwkv6", {"norm_first": False, "norm_eps": 1e-3}),
+    ],
+)
+def test_an_imported_rwkv_has_the_logits_of_flas_statement(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    file = json.loads((Path(__file__).parent / f"fla/{name}.json").read_text())
     config = {**file["config"], **options}
     generator = torch.Generator().manual_seed(0)
     weights = {
@@ -310,4 +373,4 @@ def test_an_imported_rwkv7_has_the_logits_of_flas_statement(options: dict[str, A
     model = Model(spec).double()
     model.load_state_dict(ours)
     doubled = {name: value.double() for name, value in weights.items()}
-    assert away(model(TOKENS), rwkv7(TOKENS, doubled, {**file["config"], **config, "head_dim": 32})) < 1e-9
+    assert away(model(TOKENS), rwkv(TOKENS, doubled, {**config, "head_dim": file["config"].get("head_dim")})) < 1e-9

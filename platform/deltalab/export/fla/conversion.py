@@ -27,7 +27,7 @@ from deltalab.export.fla.layer_form import Form, Part, needs, same
 from deltalab.export.fla.linear_forms import GLA, HGRN, HGRN2, LIGHTNET, LINEAR_ATTENTION, RETNET
 from deltalab.export.fla.mamba_forms import LOG_LINEAR_MAMBA2, MAMBA2, MAMBA3
 from deltalab.export.fla.ridge_forms import MESA_NET
-from deltalab.export.fla.rwkv_forms import RWKV7
+from deltalab.export.fla.rwkv_forms import RWKV6, RWKV7
 from deltalab.export.fla.slot_forms import ABC, GSA, RAVEN
 from deltalab.models.block import mlp_width
 from deltalab.models.model import Model
@@ -36,7 +36,7 @@ from deltalab.models.spec import ModelSpec
 FORMS = (
     GATED_DELTANET, DELTANET, UNDECAYED, COMBA, KDA, DELTA_PRODUCT, PRECONDITIONED, PRECONDITIONED_KDA,
     GLA, RETNET, HGRN, HGRN2, LINEAR_ATTENTION, LIGHTNET, ABC, GSA, RAVEN, MAMBA2, LOG_LINEAR_MAMBA2,
-    MAMBA3, MESA_NET, RWKV7, FORGETTING, TRANSFORMER, LATENT,
+    MAMBA3, MESA_NET, RWKV7, RWKV6, FORGETTING, TRANSFORMER, LATENT,
 )  # fmt: skip
 """All forms. If a rule has several forms, they are tried in this order."""
 
@@ -51,8 +51,6 @@ WHY_NOT = {
     "path_attention": "FLA's beta has a bias, ours none, and its convolution leaves out q, k and v",
     "rebased": "FLA has this layer, and no model of it",
     "rodimus": "FLA's gates read a short convolution of twice the model's width, which is also a residual",
-    "rwkv6": "FLA's blocks have LayerNorm, a gated squared-ReLU MLP with token shift, and token shifts that depend on "
-    "the input",
     "sgla": "FLA has this layer (simple GLA), and no model of it",
 }
 """The reason that no model of FLA computes a rule, by rule. A rule with neither form nor reason is not in FLA 0.6."""
