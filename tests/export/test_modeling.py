@@ -25,6 +25,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "capped logits": {"rule": "gla", "logit_cap": 2.0},
     "canon layers": {"rule": "comba", "canon": ["A", "B", "C", "D"]},
     "value residual": {"rule": "kda", "value_residual": {}},
+    "blocks of RWKV-7": {"preset": "rwkv7", "layers": 2},
+    "blocks of RWKV-6": {"preset": "rwkv6", "layers": 2},
     "experts": {"rule": "gla", "experts": {"count": 4, "width": 8, "balance": 0}},
 }
 

@@ -74,11 +74,22 @@ LAYERS: dict[str, dict[str, Any]] = {
     "latents": {"rule": "attention", "rope": True, "kv_rank": 16, "q_rank": 16, "rope_dim": 8, "conv": 0},
     "capped logits": {"rule": "gated_deltanet", "logit_cap": 10.0},
     "two softmaxes": {"rule": "differential_attention", "conv": 0},
+    "blocks of RWKV-7": {
+        "rule": "rwkv7", "conv": 0, "token_shift": "each", "output_norm": "group", "output_gate": "linear",
+        "gate_rank": 8, "low_rank_activation": {"g": "tanh", "output_gate": "sigmoid"}, "low_rank_bias": ["a"],
+        "bonus": True, "value_residual": {"rank": 4}, "mlp": "relu2", "mlp_shift": True, "norm": "layer",
+        "first_norm": True,
+    },
+    "blocks of RWKV-6": {
+        "rule": "rwkv6", "conv": 0, "token_shift": {"rank": 8}, "output_norm": "group", "output_gate": "silu",
+        "low_rank_activation": {"g": "tanh"}, "mlp": "gated_relu2", "mlp_shift": True, "norm": "layer",
+        "first_norm": True,
+    },
     "a rule for each layer": {
         "rule": "gated_deltanet",
         "layers": ["rule", {"name": "attention", "window": 24, "layer": {"kv_heads": 1, "rope": True, "conv": 0}}],
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", LAYERS.values(), ids=LAYERS)

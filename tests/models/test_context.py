@@ -53,6 +53,8 @@ CASES: dict[str, Case] = {
     "latents": ({"rule": "attention", "kv_rank": 6, "rope": True, "rope_dim": 4, "conv": 0}, ENDS),
     "canon": ({"rule": "comba", "canon": ["A", "B", "C", "D"]}, LONG),
     "shift and values": ({"rule": "rwkv7", "token_shift": True, "value_residual": {}}, ENDS),
+    "blocks of RWKV-7": ({"preset": "rwkv7"}, ENDS),
+    "blocks of RWKV-6": ({"preset": "rwkv6", "canon": ["C"]}, None),
     "beside": ({"rule": "mamba2", "beside": "attention"}, ENDS),
     "short parts": ({"rule": "comba", "conv": 8, "canon": ["B"]}, (1, 35, 36)),
 }
@@ -80,16 +82,27 @@ def gradients(model: Model, parts: list[tuple[Tensor, Tensor, Part | None]]) -> 
     }
 
 
+def made(case: Case) -> Model:
+    """A model in fp64. What starts at zero, and may hide the gradient of what stands before it, is moved."""
+    model = build_model({**PLAIN, **case[0]}, seed=1).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in model.parameters():
+            if not value.any():
+                value += 0.1 * torch.randn(value.shape, generator=generator)
+    return model
+
+
 def alone(case: Case) -> dict[str, Tensor]:
     """One process, which computes each document by itself."""
-    model, (tokens, targets, bounds) = build_model({**PLAIN, **case[0]}, seed=1).double(), drawn(case[1])
+    model, (tokens, targets, bounds) = made(case), drawn(case[1])
     ends = [0, LENGTH] if bounds is None else bounds.tolist()
     return gradients(model, [(tokens[:, i:j], targets[:, i:j], None) for i, j in itertools.pairwise(ends)])
 
 
 def together(case: Case, size: int) -> dict[str, Tensor]:
     """The sums over the processes, each of which computes its part."""
-    model, (tokens, targets, bounds) = build_model({**PLAIN, **case[0]}, seed=1).double(), drawn(case[1])
+    model, (tokens, targets, bounds) = made(case), drawn(case[1])
     context = Context(size)
     # After as many tokens, other processes of longer sequences hand on. The last pass knows the forms of the states.
     for times in (2, 1, 1) if bounds is None else (1, 1):
