@@ -16,9 +16,10 @@ from deltalab.models.parts.cache import CacheSize
 from deltalab.models.parts.cache import LayerCache as LayerCache
 from deltalab.models.parts.canon import CANON, before_convolution
 from deltalab.models.parts.first_values import RANK, ValueGate, ValueResidual
-from deltalab.models.parts.gates import INSIDE, Gates, Vectors, first_linear, own_reader, unit
+from deltalab.models.parts.gates import Gates, Vectors, first_linear, own_reader, unit
 from deltalab.models.parts.gates import shard_gates as shard_gates
 from deltalab.models.parts.latent import Latent, kept, refusal
+from deltalab.models.parts.low_rank import INSIDE, OUTPUT_GATE
 from deltalab.models.parts.token_shift import EACH, TokenShift
 from deltalab.models.start import Ones, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
@@ -30,9 +31,6 @@ from deltalab.ops.rotary import angles, rotate
 from deltalab.ops.scan import BACKENDS, apart, joined, scan
 from deltalab.registry import get_rule
 from deltalab.rule import State, UpdateRule
-
-OUTPUT_GATE = "output_gate"
-"""The name of the output gate among a layer's projections of a rank, whose others have the symbols of gates."""
 
 
 class RuleLayer(Started):

@@ -11,10 +11,10 @@ from deltalab.models.parts.bonus import without_bonus
 from deltalab.models.parts.canon import places_in_order
 from deltalab.models.parts.experts import experts_in_full
 from deltalab.models.parts.first_values import RANK, shares_in_full
-from deltalab.models.parts.gates import INSIDE, low_rank
 from deltalab.models.parts.images import check_images, grid, sees_all
 from deltalab.models.parts.latent import refusal
 from deltalab.models.parts.limits import whole
+from deltalab.models.parts.low_rank import activations_in_full, biases_in_full, projections
 from deltalab.models.parts.token_shift import token_shift_in_full
 from deltalab.ops.convolution import FEATURES
 from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
@@ -596,34 +596,10 @@ class ModelSpec:
             raise InputError(f"model.{reason}")
 
     def _check_low_ranks(self) -> None:
-        """Checks the names of projections of a rank, and puts them in order: equal models are equal values."""
         rule = self.make_rule()
-        ranks = [] if isinstance(rule, OwnModule) else low_rank(rule.gates)
-        ranks += ["output_gate"] if self.gate_rank is not None else []
-        biased = [name for name in ranks if name == "output_gate" or not rule.gates[name].by_head]
-        if not isinstance(self.low_rank_bias, bool):
-            if not isinstance(self.low_rank_bias, list | tuple):
-                problem = (
-                    f"model.low_rank_bias must be true, false or a list of projections, not {self.low_rank_bias!r}"
-                )
-                raise InputError(problem, key="model.low_rank_bias")
-            for name in self.low_rank_bias:
-                if name not in biased:
-                    raise unknown("projection of a rank", name, biased, where="model.low_rank_bias")
-            named = tuple(name for name in biased if name in self.low_rank_bias)
-            object.__setattr__(self, "low_rank_bias", named or False)
-        if self.low_rank_activation is None:
-            return
-        if not isinstance(self.low_rank_activation, Mapping):
-            problem = f"model.low_rank_activation must be {{projection: function}}, not {self.low_rank_activation!r}"
-            raise InputError(problem, key="model.low_rank_activation")
-        for name, function in self.low_rank_activation.items():
-            if name not in ranks:
-                raise unknown("projection of a rank", name, ranks, where="model.low_rank_activation")
-            if function not in INSIDE:
-                raise unknown("function", function, INSIDE, where=f"model.low_rank_activation.{name}")
-        inside = {name: self.low_rank_activation[name] for name in ranks if name in self.low_rank_activation}
-        object.__setattr__(self, "low_rank_activation", inside or None)
+        projected = projections({} if isinstance(rule, OwnModule) else rule.gates, self.gate_rank)
+        object.__setattr__(self, "low_rank_bias", biases_in_full(self.low_rank_bias, projected))
+        object.__setattr__(self, "low_rank_activation", activations_in_full(self.low_rank_activation, projected))
 
     def _check_experts(self) -> None:
         if self.experts is None:

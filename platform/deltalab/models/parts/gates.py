@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.gates import Gate
+from deltalab.models.parts.low_rank import INSIDE
 from deltalab.models.parts.token_shift import shifted
 from deltalab.models.start import OfGate, Parameters, Started, Uniform, linear
 from deltalab.ops.convolution import LEAST_NORM, tail_of
 from deltalab.ops.packing import Sequences
-
-INSIDE: Mapping[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "sigmoid": torch.sigmoid}
-"""The functions that may stand between the two matrices of a projection W_1 f(W_2 x) of a rank."""
 
 
 class Gates(nn.Module):
@@ -131,15 +129,6 @@ class _Contiguous(torch.autograd.Function):
 def own_reader(symbol: str) -> str:
     """Returns the name under which a token shift has the mean that one gate or vector alone reads."""
     return f"{symbol}_own"
-
-
-def low_rank(gates: Mapping[str, Gate]) -> list[str]:
-    """Returns the symbols of the gates whose projection goes through a rank."""
-    return [
-        name
-        for name, gate in gates.items()
-        if gate.projected and gate.rank is not None and gate.of is None and gate.features is None
-    ]
 
 
 def first_linear(project: nn.Module) -> nn.Linear:
