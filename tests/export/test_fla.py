@@ -420,6 +420,17 @@ def test_a_checkpoint_of_rwkv7_without_an_equal_says_why(options: dict[str, Any]
         from_fla(written(tmp_path, {**config, **options}, weights))
 
 
+def test_a_checkpoint_of_flas_first_rwkv7_is_read_as_fla_reads_it(tmp_path: Path) -> None:
+    config, weights = of_fla("rwkv7")
+    new = from_fla(written(tmp_path, config, weights))[1]
+    for layer in range(2):  # `RWKV7Model.load_state_dict` of FLA 0.6 takes x_x apart in this order
+        prefix = f"model.layers.{layer}.attn.x_"
+        weights[f"{prefix}x"] = torch.stack([weights.pop(prefix + reader).flatten() for reader in "rwkvag"])
+    old = from_fla(written(tmp_path, config, weights))[1]
+    assert new.keys() == old.keys()
+    assert all(torch.equal(value, old[name]) for name, value in new.items())
+
+
 def test_a_folder_without_weights_or_options_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"config\.json: cannot be read"):
         from_fla(tmp_path)

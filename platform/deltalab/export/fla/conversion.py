@@ -133,7 +133,7 @@ def from_fla(folder: Path) -> tuple[ModelSpec, dict[str, Tensor], dict[str, Any]
     """
     config = _read_config(folder)
     form, spec = _spec_of(config, folder / "config.json")
-    theirs = _read_weights(folder)
+    theirs = form.newer(_read_weights(folder))
     weights: dict[str, Tensor] = {}
     try:
         for part in _parts(spec, form):

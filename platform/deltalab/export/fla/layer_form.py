@@ -65,6 +65,7 @@ class Form:
         end_parts: Lists those outside of the blocks but the embedding and the last norm's weights, with FLA's names in
             its trunk.
         mlp_width: The width of the MLP that FLA gives a width of the model and a `hidden_ratio`.
+        newer: Turns the weights of a checkpoint of an older FLA into those of FLA 0.6, by name.
         needs_weights: Why an untrained model of ours has no equal; "" if it has one.
     """
 
@@ -87,6 +88,7 @@ class Form:
     block_parts: Callable[[], list[Part]] | None = None
     end_parts: Callable[[ModelSpec], list[Part]] = lambda spec: []
     mlp_width: Callable[[int, float | None], int] = lambda d_model, ratio: swiglu_width(d_model, ratio)
+    newer: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
     needs_weights: str = ""
 
 

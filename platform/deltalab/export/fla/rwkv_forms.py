@@ -179,6 +179,18 @@ BLOCK = [*_of_norm("norm", "attn_norm"), *_of_norm("mlp_norm", "ffn_norm")]
 """The norms of a block."""
 
 
+def _newer(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Splits the token shifts x_x [6, d] of a layer, which FLA's first version of RWKV-7 holds as one tensor."""
+    split: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if name.endswith(".attn.x_x"):
+            start = name.removesuffix("x")
+            split |= {f"{start}{reader}": part.view(1, 1, -1) for reader, part in zip("rwkvag", value, strict=True)}
+        else:
+            split[name] = value
+    return split
+
+
 def _ends(spec: ModelSpec) -> list[Part]:
     first = _of_norm("first_norm", "layers.0.pre_norm") if spec.first_norm else []
     return [*first, same("norm.bias", "norm.bias")]
@@ -214,6 +226,7 @@ RWKV7 = Form(
         same("mlp.out.weight", "ffn.value.weight"),
     ],
     end_parts=_ends,
+    newer=_newer,
     mlp_width=lambda d_model, ratio: -(-int(d_model * (4 if ratio is None else ratio)) // 32) * 32,
 )
 
