@@ -253,7 +253,9 @@ def test_an_argument_that_is_true_can_be_ablated(own: Path) -> None:
     assert isinstance(mine, OwnModule)
     assert mine.knobs() == {**theirs.knobs(), "shift": False}
     (own / "s.yaml").write_text(yaml.safe_dump({**study, "ablate": ["scale"]}, sort_keys=False))
-    with pytest.raises(InputError, match=r"ablate: unknown part 'scale'; allowed: shift, mlp, canon"):
+    with pytest.raises(
+        InputError, match=r"ablate: unknown part 'scale'; allowed: shift, mlp, mlp_shift, first_norm, canon"
+    ):
         planned(own / "s.yaml")
 
 
