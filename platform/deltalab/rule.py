@@ -103,6 +103,9 @@ class Operands:
         sign: 1 or -1 in the shape of g, for D_t = sign_t exp(g_t); None for 1. Does not go with a fit.
         bonus: The strength at which the output adds u_t, [B, T, H], if the output reads S_{t-1}.
         carry: The carry for the tokens that follow, in the form of `UpdateRule.carried`.
+        exact_gradients: Whether the rule sums gradients over tokens so that they cancel, as for a rotation, or for a
+            gate that is constant in time. Kernels in 16 bits then give the gradients of r, k, a and b in fp32. Pairs of
+            tokens cancel exactly in the gradient of a g by channel. Has no effect with a fit.
         output: Makes o, of v's own width [B, T, H, V'], from the scaled reads [B, T, H, V]; a normalizer, for example.
     """
 
@@ -120,6 +123,7 @@ class Operands:
     sign: Tensor | None = None
     bonus: Tensor | None = None
     carry: tuple[Tensor, ...] = ()
+    exact_gradients: bool = False
     output: Callable[[Tensor], Tensor] | None = None
 
     def changed(self, **changes: Any) -> "Operands":

@@ -62,10 +62,10 @@ def scan(
     # Compare the operands before casts copy them: a tensor that both passes take is read once and has one gradient.
     fit = operands.fit
     alike = (False, False) if fit is None else (fit.v is operands.u, fit.r is operands.r)
-    operands = _in(dtype, operands)
     one_token = operands.r.shape[1] == 1 and cu_seqlens is None
     if one_token and not (torch.is_grad_enabled() and _needs_grad(operands, state)):
-        return decode(transition, operands, scale=scale, state=state)
+        return decode(transition, _in(dtype, operands), scale=scale, state=state)
+    operands = _in(dtype, operands, wide=operands.exact_gradients and fit is None)
     operands = _padded(operands, max(16, 1 << (key_dim - 1).bit_length()) - key_dim, -value_dim % 16)
     first, second = (None, None) if state is None else [_grown(tensor, operands) for tensor in (*state, None)[:2]]
     chunk_size = chunk_size or _chunk(operands)
@@ -146,12 +146,15 @@ def _chunk(operands: Operands) -> int:
     return 32 if key_dim > 128 or (key_dim <= 32 and erases) else 64
 
 
-def _in(dtype: torch.dtype, operands: Operands) -> Operands:
-    """Casts vectors to `dtype`, and numbers and decays to fp32. A decay by channel may stay in 16 bits."""
+def _in(dtype: torch.dtype, operands: Operands, *, wide: bool = False) -> Operands:
+    """Casts vectors to `dtype`, and numbers and decays to fp32. A decay by channel may stay in 16 bits.
+
+    If `wide`, vectors of keys are in fp32, so that their gradients are.
+    """
 
     def dtype_of(name: str, value: Tensor) -> torch.dtype:
         if name in VECTORS:
-            return dtype
+            return torch.float32 if wide and FIELDS[name] == "keys" else dtype
         return value.dtype if name == "g" and value.dim() == 4 and value.dtype in DTYPES else torch.float32
 
     def casts(tensors: Operands | Fit) -> dict[str, Any]:

@@ -153,6 +153,14 @@ class Layout(Generic[T]):
             arguments[name] = values(arguments[name])
         return arguments
 
+    def narrowed(self, operands: Any) -> Any:
+        """Returns the operands with vectors of keys in u's dtype. They come in fp32 if their gradients shall be."""
+        dtype = operands.u.dtype
+        if operands.k.dtype == dtype:
+            return operands
+        wide = {name: getattr(operands, name) for name in self.keys if name != "g"}
+        return operands._replace(**{name: x.to(dtype) for name, x in wide.items() if x is not None})
+
     def contiguous(self, operands: Operands) -> list[Tensor | None]:
         """The operands that the tuple names, contiguous and in its order."""
         tensors = fields_of(operands)

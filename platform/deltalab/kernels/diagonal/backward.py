@@ -66,14 +66,15 @@ def gradients(
     d_r, d_k, new_d_u, d_g, d_e, d_a, d_b, d_beta, d_read, d_d,
     cu_seqlens, chunk_sequences, first_chunks, length, from_chunk, span, sequences, total, scale, H,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr,
-    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of one chunk and head.
 
     If the low rank is tied, `d_u` and `new_d_u` are one tensor, which holds the gradient of beta u before the kernel
     and the gradient of u after. What is read or erased at i grows with G_i, and what is written at j shrinks with G_j.
     So the gradient of G is each vector times its own gradient, and the gradient of g is the sum of these products from
-    the last token on.
+    the last token on. If EXACT, both tokens of a pair enter it by their rounded vectors, so that they cancel in tokens
+    before the pair. It costs registers.
     """
     i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     dtype: tl.constexpr = k.dtype
@@ -192,6 +193,13 @@ def gradients(
                 if OWN:
                     d_reader += near(q_here) * adder
                     d_adder += near(q_here) * reader
+            if EXACT:
+                d_decay = reader * d_reader - writer * d_writer
+                if written is not None:
+                    from_eraser = eraser * d_eraser
+                    d_decay += from_eraser
+                if a is not None:
+                    d_decay -= adder * d_adder
             for level in tl.static_range(7):
                 if 1 << level < BT:
                     factor, second_half = factor_and_half(g_c, g_near, level, OWN)
@@ -212,13 +220,19 @@ def gradients(
                         dy = _across(y, d_m, m_near, level, PRECISION)
                         d_eraser = tl.where(second_half, d_eraser + dy * factor, d_eraser)
                         d_writer = tl.where(second_half, d_writer, d_writer + dy * factor)
+                    if EXACT:
+                        d_decay += tl.where(second_half, x.to(tl.float32), -x.to(tl.float32)) * dx
+                        if written is not None:
+                            d_decay += tl.where(second_half, y.to(tl.float32), -y.to(tl.float32)) * dy
+                            from_eraser += tl.where(second_half, y.to(tl.float32), 0.0) * dy
+            if not EXACT:
+                d_decay = reader * d_reader - writer * d_writer
+                if written is not None:
+                    from_eraser = eraser * d_eraser
+                    d_decay += from_eraser
+                if a is not None:
+                    d_decay -= adder * d_adder
             # Without LATE, an eraser sees the state before its own g.
-            d_decay = reader * d_reader - writer * d_writer
-            if written is not None:
-                from_eraser = eraser * d_eraser
-                d_decay += from_eraser
-            if a is not None:
-                d_decay -= adder * d_adder
             dg = _summed(flat(d_decay), dtype, PRECISION) + d_end[None, :]
             if written is not None and not LATE:
                 dg -= flat(from_eraser)

@@ -87,7 +87,8 @@ def diagonal_scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Scans a state that decays by channel, as `rule.Operands` and `structure.Transition` define it.
 
     Args:
-        *arguments: `DiagonalOperands`, contiguous. Then
+        *arguments: `DiagonalOperands`, contiguous. The vectors of keys are in u's dtype, or in fp32 if their gradients
+                shall be (`rule.Operands.exact_gradients`). Then
             state: The first state [B, H, K, V], or None for zero; N states if sequences are packed.
             cu_seqlens: The bounds [N + 1] of N sequences that are packed into B = 1, or None.
             scale: The factor of the output.
@@ -99,6 +100,7 @@ def diagonal_scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         o, the last state, and the state before each segment for the backward.
     """
     operands, (state, cu_seqlens, scale, late, chunk_size, keep) = DIAGONAL.split(arguments)
+    operands = DIAGONAL.narrowed(operands)
     plan, u, beta = DiagonalLaunch.of(operands, cu_seqlens, late, chunk_size), operands.u, operands.beta
     prepared = Prepared.empty(plan, u, plan.chunks)
     if beta is not None or operands.a is not None:
@@ -140,8 +142,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
     operands, more = DIAGONAL.split(arguments)
     begin, d_o, d_last, cu_seqlens, scale, late, chunk_size = more
     plan, u = DiagonalLaunch.of(operands, cu_seqlens, late, chunk_size), operands.u
-    outputs = empty_like(operands, u)
-    grads = DiagonalOperands._make(map(existing, outputs))
+    outputs, is_exact = empty_like(operands, u), operands.k.dtype != u.dtype
+    operands, grads = DIAGONAL.narrowed(operands), DiagonalOperands._make(map(existing, outputs))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
     if d_last is None:
         d_state = begin.new_zeros(plan.batch, plan.heads, plan.value_dim, plan.key_dim)
@@ -179,7 +181,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
         )  # fmt: skip
         plan.launch(
             gradients, plan.programs(len(chunks)), chunks, chunk_arguments,
-            total=plan.slots(len(chunks)) * plan.heads, scale=scale,
+            total=plan.slots(len(chunks)) * plan.heads, scale=scale, EXACT=is_exact,
         )  # fmt: skip
     return [*outputs, d_state.transpose(-1, -2).contiguous()]
 

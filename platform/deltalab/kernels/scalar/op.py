@@ -57,6 +57,7 @@ def scalar_scan(*arguments: Any) -> tuple[Tensor, ...]:
 
     Args:
         *arguments: `ScalarOperands`, contiguous, where K is a power of two and at least 16, and V a multiple of 16.
+                r and k are in u's dtype, or in fp32 if their gradients shall be (`rule.Operands.exact_gradients`).
             state: The first state [B, H, K, V], or None for zero; N states if sequences are packed.
             cu_seqlens: The bounds [N + 1] of N sequences that are packed into B = 1, or None.
             scale: The factor of the output.
@@ -68,6 +69,7 @@ def scalar_scan(*arguments: Any) -> tuple[Tensor, ...]:
         o, the last state, and the fields of `Kept`.
     """
     operands, (state, cu_seqlens, scale, late, chunk_size, keep) = SCALAR.split(arguments)
+    operands = SCALAR.narrowed(operands)
     plan = ScalarLaunch.of(operands.k, operands.u, cu_seqlens, chunk_size)
     o, last, kept = torch.empty_like(operands.u), _last(plan, operands.u), _kept(plan, operands, keep)
     _forward(plan, operands, state, o, last, kept, scale, late)
@@ -288,7 +290,7 @@ def _scalar_backward(*arguments: Any) -> list[Tensor]:
     cu_seqlens, d_o, d_last, has_state, scale, late, chunk_size = more
     plan, u = ScalarLaunch.of(operands.k, operands.u, cu_seqlens, chunk_size), operands.u
     outputs = empty_like(operands, u)
-    grads = ScalarOperands._make(map(existing, outputs))
+    operands, grads = SCALAR.narrowed(operands), ScalarOperands._make(map(existing, outputs))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
     d_state = _backward(plan, operands, grads, kept, d_o, d_last, has_state, scale, late)
     return [*outputs, d_state]
@@ -331,7 +333,7 @@ def _scalar_shapes(
     **operands: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Empty outputs of `scalar_scan`."""
-    first = ScalarOperands(**operands)
+    first = SCALAR.narrowed(ScalarOperands(**operands))
     plan = ScalarLaunch.of(first.k, first.u, cu_seqlens, chunk_size)
     return torch.empty_like(first.u), _last(plan, first.u), *_kept(plan, first, keep)
 
