@@ -146,14 +146,15 @@ class Mamba3(UpdateRule):
         c: Tensor,
         carry: tuple[Tensor, ...],
     ) -> Operands:
+        dtype, exact = q.dtype, not self.theta.constant
         q, k, v, turned = *self._biased(dt, q, c, k, b), v.to(dt.dtype), []
         if not self.theta.constant:
             # In fp32 the sum of 16,000 angles would be off by 1e-4 and more.
             phase = _wrapped(carry[0][:, None] + (dt.double()[..., None] * theta).cumsum(1)).to(dt.dtype)
-            q, k, turned = _turned(q, phase), _turned(k, phase), [phase[:, -1]]
+            q, k, turned = _turned(q, phase, dtype), _turned(k, phase, dtype), [phase[:, -1]]
         g = -dt * a
         if self.lam.constant:
-            return Operands(r=q, k=k, u=v, g=g, beta=dt, carry=tuple(turned))
+            return Operands(r=q, k=k, u=v, g=g, beta=dt, carry=tuple(turned), exact_gradients=exact)
         last_k, last_v = (torch.cat([last[:, None], x[:, :-1]], 1) for last, x in zip(carry[-2:], (k, v), strict=True))
         return Operands(
             r=q,
@@ -162,6 +163,7 @@ class Mamba3(UpdateRule):
             g=_interleaved(g, torch.zeros_like(g)),
             beta=_interleaved((1 - lam) * dt * g.exp(), lam * dt),
             carry=(*turned, k[:, -1], v[:, -1]),
+            exact_gradients=exact,
         )
 
     def step(
@@ -318,11 +320,20 @@ def _wrapped(phase: Tensor) -> Tensor:
     return phase.remainder(2 * pi)
 
 
-def _turned(x: Tensor, phase: Tensor) -> Tensor:
-    """x [.., K] with channels p and p + pairs turned by phase [.., pairs], as many pairs as fit; the rest stays."""
+def _turned(x: Tensor, phase: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x [.., K] with channels p and p + pairs turned by phase [.., pairs], as many pairs as fit; the rest stays.
+
+    With a dtype, turned channels are rounded to it, as kernels round them. The gradient of a phase is a sum over later
+    tokens, in which what is read and what is written cancel only if it is taken with these numbers.
+    """
     pairs = min(phase.shape[-1], x.shape[-1] // 2)
     one, other, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     cos, sin = phase[..., :pairs].cos(), phase[..., :pairs].sin()
+    if dtype not in (None, x.dtype):
+        with torch.no_grad():  # What the rounded numbers are before the turn.
+            a, b = (y.to(dtype).to(x.dtype) for y in (cos * one - sin * other, sin * one + cos * other))
+            moved, moved_too = cos * a + sin * b - one, cos * b - sin * a - other
+        one, other = one + moved, other + moved_too
     return torch.cat([cos * one - sin * other, sin * one + cos * other, rest], dim=-1)
 
 

@@ -77,6 +77,7 @@ class MomentumDeltaNet(UpdateRule):
             g=torch.cat([torch.zeros_like(g), g], dim=-1),
             a=-beta[..., None] * written,
             b=torch.cat([k, -c * k], dim=-1),
+            exact_gradients=True,  # The gradient of eta is a sum over all tokens.
         )
 
     def step(
