@@ -218,6 +218,8 @@ class _RuleFile:
         """Returns an operand as code."""
         if isinstance(value, Symbol):
             return self.writer.full(value) if value.form == "number" else self.writer.code(value)
+        if value is True:
+            return "True"
         if inspect.isfunction(value):
             self.writer.functions[value.__name__] = value
             return value.__name__
@@ -383,7 +385,9 @@ def _vector(text: str) -> str:
 def _fields(x: Operands | Fit) -> dict[str, Any]:
     """Returns the operands that are given, in the order of their declaration."""
     apart = ("output", "carry", "fit")
-    return {name: value for name, value in vars(x).items() if value is not None and name not in apart}
+    return {
+        name: value for name, value in vars(x).items() if value is not None and value is not False and name not in apart
+    }
 
 
 def _names_read(results: Iterable[Symbol]) -> set[str]:
