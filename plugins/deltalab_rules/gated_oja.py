@@ -52,9 +52,9 @@ class GatedOja(Passes):
         self, q: Tensor, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], *, scale: float, state: State, run: Run
     ) -> tuple[Tensor, State]:
         beta = gates["beta"].expand(k.shape[:3])
-        o, after = read_values(
-            run, ERASING, Operands(r=q, k=F.normalize(v, dim=-1), u=k, g=gates["g"], e=beta, beta=beta), state=state
-        )
+        # In 16 bits the norm itself would be rounded, and the erased direction not have length 1.
+        unit_v = F.normalize(v.to(torch.promote_types(v.dtype, torch.float32)), dim=-1)
+        o, after = read_values(run, ERASING, Operands(r=q, k=unit_v, u=k, g=gates["g"], e=beta, beta=beta), state=state)
         return scale * o, after
 
     def lacks_kernel(self, k: Tensor, v: Tensor) -> str | None:

@@ -60,6 +60,22 @@ def test_a_decay_between_minus_one_and_one_keeps_its_digits_in_16_bits(rule: Upd
     assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("g", [-0.6931466, -0.6931472])
+def test_signed_gla_has_the_gradient_of_a_decay_next_to_0(g: float) -> None:
+    """alpha is 1.1e-6, and next to 0, so that an error of the gradient of log alpha counts a million times."""
+    rule = deltalab.get_rule("signed_gla")
+    x = inputs(rule)
+    at = torch.zeros_like(x.gates["g"])
+    at[:, 3] = 1
+    x = dataclasses.replace(x, gates={"g": torch.where(at > 0, g, x.gates["g"])}).map(torch.Tensor.float)
+    grads = []
+    for y in (x, x.map(torch.Tensor.double)):
+        y = y.map(lambda part: part.requires_grad_())
+        o, _ = deltalab.scan(rule, y.q, y.k, y.v, y.gates, backend="chunked")
+        grads += torch.autograd.grad(o.square().sum(), [y.gates["g"]])
+    assert (grads[0] - grads[1])[:, 3].norm() <= 0.4 * grads[1][:, 3].norm()
+
+
 @pytest.mark.parametrize("backend", ["recurrent", "chunked"])
 @pytest.mark.parametrize("window", [2, 4, 16])
 @pytest.mark.parametrize("g", ["const", "mamba2_decay"])

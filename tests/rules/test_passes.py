@@ -137,3 +137,16 @@ def test_a_read_along_the_values_by_kernels() -> None:
         )
         found.append((o, last, *torch.autograd.grad(o.square().sum() + last.sum(), r)))
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_oja_erases_along_a_direction_of_length_1_in_16_bits(dtype):
+    """A norm that is rounded itself makes an error of 2e-3 of the last state in bf16."""
+    rule = deltalab.get_rule("gated_oja", beta=1)
+    x = draw(rule, batch=B, length=T, heads=H, key_dim=K, value_dim=V)
+    narrow = x.map(lambda part: part.to(dtype))
+    gates = {name: gate.float() for name, gate in narrow.gates.items()}
+    last = deltalab.scan(rule, narrow.q, narrow.k, narrow.v, gates, backend="chunked")[1][0]
+    exact = narrow.map(torch.Tensor.double)
+    wanted = deltalab.scan(rule, exact.q, exact.k, exact.v, exact.gates, backend="chunked")[1][0]
+    assert (last - wanted).norm() <= 1e-5 * wanted.norm()
