@@ -263,8 +263,12 @@ class Mamba3MIMO(Passes):
     ) -> tuple[Tensor, State]:
         S, phase, last_k, last_v = state
         dt, lam, g = gates["dt"], gates["lam"], -gates["dt"] * gates["a"]
-        phase = _wrapped(phase[:, None] + (dt.double()[..., None] * gates["theta"]).cumsum(1)).to(dt.dtype)
-        q, k, v = self._by_rank(q, gates["c"], phase), self._by_rank(k, gates["b"], phase), v.to(dt.dtype)
+        phase, dtype = (
+            _wrapped(phase[:, None] + (dt.double()[..., None] * gates["theta"]).cumsum(1)).to(dt.dtype),
+            q.dtype,
+        )
+        q, k = self._by_rank(q, gates["c"], phase, dtype), self._by_rank(k, gates["b"], phase, dtype)
+        v = v.to(dt.dtype)
         keys = torch.cat([last_k[:, None], k.flatten(-2)], 1).unflatten(-1, k.shape[-2:])
         values = torch.cat([last_v[:, None], v], 1)[..., None, :] * self._shares(gates["m"])
         # A step of the past and a step of the present for each rank: [B, T, H, n, 2, ...].
@@ -275,7 +279,9 @@ class Mamba3MIMO(Passes):
         write_k, write_v, beta, decays = (x.movedim(2, 4).flatten(1, 3) for x in (*steps, strength, decay))
         o, (S,) = run(
             TWO_WRITES,
-            Operands(r=q.transpose(2, 3).flatten(1, 2), k=write_k, u=write_v, g=decays, beta=beta),
+            Operands(
+                r=q.transpose(2, 3).flatten(1, 2), k=write_k, u=write_v, g=decays, beta=beta, exact_gradients=True
+            ),
             state=(S,),
         )
         o = o.to(dt.dtype).unflatten(1, (-1, self.m.slots)).transpose(2, 3)
@@ -303,11 +309,14 @@ class Mamba3MIMO(Passes):
         o = torch.einsum("bhrk,bhkv->bhrv", q, S) * self._shares(gates["w"])
         return scale * o.sum(-2), (S, phase, k.flatten(-2), v)
 
-    def _by_rank(self, x: Tensor, bias: Tensor, phase: Tensor) -> Tensor:
-        """x [.., H, K] with a root mean square of 1 in each rank, biased and turned, [.., H, n, K / n]."""
+    def _by_rank(self, x: Tensor, bias: Tensor, phase: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [.., H, K] with a root mean square of 1 in each rank, biased and turned, [.., H, n, K / n].
+
+        A dtype is that of `_turned`.
+        """
         x, bias = (y.to(phase.dtype).unflatten(-1, (self.m.slots, -1)) for y in (x, bias))
         x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        return _turned(x + bias, phase[..., None, :].expand(*x.shape[:-1], -1))
+        return _turned(x + bias, phase[..., None, :].expand(*x.shape[:-1], -1), dtype)
 
     def _shares(self, share: Tensor) -> Tensor:
         """A gate's factors [H, V n] as [H, n, V]."""

@@ -64,16 +64,26 @@ def test_16_bits(name):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-4), (torch.bfloat16, 3e-3)])
-@pytest.mark.parametrize("lam", [1, "sigmoid"])
-def test_the_gradients_of_a_phase_cancel(lam, dtype, tolerance):
-    """A turn of all keys and queries after a token changes little. It did by 1e-3 in fp16 and by 8e-3 in bf16."""
-    rule = deltalab.get_rule("mamba3", lam=lam)
+@pytest.mark.parametrize(
+    ("rule", "times"),
+    [
+        (deltalab.get_rule("mamba3", lam=1), 1),
+        (deltalab.get_rule("mamba3"), 1),
+        (deltalab.get_rule("mamba3_mimo"), 2.5),
+    ],
+    ids=["one write", "two writes", "ranks"],
+)
+def test_the_gradients_of_a_phase_cancel(rule, times, dtype, tolerance):
+    """A turn of all keys and queries after a token changes little.
+
+    It did by 1e-3 in fp16 and by 8e-3 in bf16, and with ranks by 3.5e-3 and 3.1e-2.
+    """
     x = draw(rule, batch=1, heads=4, length=260, key_dim=16, value_dim=16).map(torch.Tensor.float)
     x = dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
     wanted = run(rule, x.map(lambda part: part.double().requires_grad_()), "chunked")
     actual = run(rule, x.map(lambda part: part.to(DEVICE, copy=True).requires_grad_()), "triton")
     for name in ("d theta", "d dt"):
-        assert error(actual[name], wanted[name]) <= tolerance, (name, error(actual[name], wanted[name]))
+        assert error(actual[name], wanted[name]) <= times * tolerance, (name, error(actual[name], wanted[name]))
 
 
 class Apart(type(deltalab.get_rule("rdn"))):
