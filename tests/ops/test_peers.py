@@ -14,6 +14,7 @@ from deltalab.errors import InputError
 from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.peers import scans, table
+from deltalab.training.train import TrainSpec, train
 
 RULES = ["linear_attention", "retnet", "gla", "deltanet", "gated_deltanet", "comba", "kda", "rwkv7", "rwkv6"]
 
@@ -126,3 +127,21 @@ def test_layers_of_a_model_take_its_backend(monkeypatch: pytest.MonkeyPatch) -> 
     of_algebra = {rule.transition is None for rule in ModelSpec.of(spec).rules()}
     assert of_algebra == {True, False}
     assert table.hindrance(deltalab.get_rule("gated_deltanet")) is None
+
+
+def test_a_training_takes_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    calls: list[str] = []
+    right = scans._call
+    monkeypatch.setattr(scans, "_call", lambda name, *given: (calls.append(name), right(name, *given))[1])
+    task = deltalab.get_task("mqar", length=16, pairs=2, vocab_size=16)
+    how = TrainSpec(steps=3, batch_size=4, lr=1e-2, precision="bf16", device="cpu", evaluations=1)
+    losses = {}
+    for backend in ("auto", "fla"):
+        model = ModelSpec.of(
+            {"vocab_size": 16, "rule": "gated_deltanet", "d_model": 16, "layers": 1, "backend": backend}
+        )
+        result = train(task, model, how, seeds=(0, 1), test=False)
+        losses[backend] = [value for run in result.runs for _, name, _, value in run.metrics if name == "loss"]
+    assert len(calls) >= 3
+    assert losses["fla"] == pytest.approx(losses["auto"], rel=0.02)

@@ -16,6 +16,7 @@ from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model
 from deltalab.models.parts.experts import idle_parameters
 from deltalab.ops.loss import capped
+from deltalab.ops.peers.scans import PACKAGES
 from deltalab.own_module import OwnModule
 from deltalab.tasks import IGNORE, Batch, Task
 from deltalab.training.beat import EVALUATION, Beat, unheard
@@ -128,7 +129,7 @@ def costs(model: Model, length: int, step: int) -> list[Metric]:
     count = dead_parameters(model.spec, length)
     dead: list[Metric] = [] if count is None else [("cost", "dead_parameters", step, float(count))]
     device = model.embed.weight.device.type
-    if device == "cpu":
+    if device == "cpu" and model.spec.backend not in PACKAGES:
         return [*_counted(model, length, step), *dead]
     if model.spec.foreign():  # its kernels would read from `meta`, which has no memory
         with torch.autocast(device, torch.bfloat16), _launched() as kernels:
