@@ -1,5 +1,6 @@
 """Two mixers side by side: the mean of their normed outputs, with both memories, in every form of a model."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,14 @@ def test_an_entry_of_layers_may_have_one() -> None:
     assert again == model.spec
     places = build_model({**SIZES, "layers": 3, "attention": [1], "beside": "gla"})
     assert [block.beside is not None for block in places.blocks] == [True, False, True]
+
+
+def test_a_preset_may_stand_beside() -> None:
+    spec = ModelSpec.of({**SIZES, "beside": {"name": "comba@published"}})
+    second = spec.second()
+    assert second is not None
+    assert (second.make_rule().name, second.conv, second.beside) == ("comba", 4, None)
+    assert replace(spec, layers=spec.layers) == spec
 
 
 def test_a_stack_is_as_each_alone() -> None:

@@ -126,6 +126,8 @@ def test_layers_of_a_model_take_its_backend(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(made["fla"], made["auto"], rtol=0.1, atol=0.1)
     of_algebra = {rule.transition is None for rule in ModelSpec.of(spec).rules()}
     assert of_algebra == {True, False}
+    preset = ModelSpec.of({**spec, "rule": "gated_deltanet@published", "backend": "fla"})
+    assert preset.backend == "fla", "a preset chooses no code"
     assert table.hindrance(deltalab.get_rule("gated_deltanet")) is None
 
 

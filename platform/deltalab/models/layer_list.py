@@ -154,7 +154,7 @@ def beside_layer(entry: object, rule_name: str) -> Layer:
         entry = as_rule(entry, "model.beside")
     if not isinstance(entry, str) and not (isinstance(entry, Mapping) and isinstance(entry.get("name"), str)):
         raise InputError(f"model.beside must be a rule's name, {{name: ..., knob: ...}} or a module, not {entry!r}")
-    if isinstance(entry, Mapping) and "beside" in (entry.get("layer") or {}):
+    if isinstance(entry, Mapping) and (entry.get("layer") or {}).get("beside") is not None:
         raise InputError("model.beside: a third mixer does not go beside two")
     try:
         return _listed_layer(entry, rule_name, OF_A_LAYER)

@@ -14,8 +14,8 @@ from deltalab.rule import UpdateRule
 PRESET = "published"
 """The only preset."""
 
-OF_THE_STUDY = ("heads", "key_dim", "expand_v")
-"""The settings of a layer that a preset leaves as they are, because they are sizes."""
+OF_THE_STUDY = ("heads", "key_dim", "expand_v", "backend")
+"""The settings of a layer that a preset leaves as they are, because they are sizes, or choose code and no function."""
 
 
 def presets() -> list[str]:
