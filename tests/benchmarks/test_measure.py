@@ -22,6 +22,7 @@ from deltalab.bench import measure as bench
 from deltalab.bench import peers
 from deltalab.bench.flops import CHUNK, attention_flops, flops
 from deltalab.bench.measure import Bench
+from deltalab.bench.recurrence_alone import alone
 from deltalab.bench.results import Figures, Results, Shape
 from deltalab.cli.app import main
 from deltalab.errors import InputError
@@ -230,6 +231,33 @@ def test_a_peer_may_be_any_function_of_the_rule_and_its_inputs(run: Bench) -> No
     assert (found.by, found.why, found.error, found.forward_matmul) == ("twice", "", None, 0.0)
 
 
+@pytest.mark.parametrize("name", ["comba", "rdn", "kda", "rwkv6", "mlstm"])
+def test_a_rule_is_told_in_its_recurrence_alone(run: Bench, name: str) -> None:
+    rule = deltalab.get_rule(name)
+    x = draw(rule, batch=1, length=5, heads=2, key_dim=4, value_dim=4)
+    call = alone(rule, x, "chunked").sequence
+    assert all(
+        grad.shape == tensor.shape for grad, tensor in zip(call.backward()(), call.tensors.values(), strict=True)
+    )
+    if name in ("comba", "rdn", "kda"):  # the others finish their output beside the recurrence
+        want, _ = deltalab.scan(rule, x.q, x.k, x.v, x.gates, backend="recurrent")
+        torch.testing.assert_close(call.forward(), want)
+    figures = run.add(rule, TINY, backends=("chunked",), parts=True)
+    assert [one.by for one in figures] == ["chunked", "recurrence"]
+    assert f"{name} by chunked at {TINY}: " in run.results.to_text()
+    assert "times its recurrence alone" in run.results.to_text()
+
+
+def test_a_tensor_in_two_places_is_one() -> None:
+    rule = deltalab.get_rule("gated_deltanet")
+    tensors = alone(rule, draw(rule, batch=1, length=5, heads=2, key_dim=4, value_dim=4), "chunked").sequence.tensors
+    assert set(tensors) == {"r", "k", "u", "g", "e"}, "beta is e"
+
+
+def test_a_rule_outside_of_the_algebra_has_no_recurrence_alone(run: Bench) -> None:
+    assert [one.by for one in run.add(deltalab.get_rule("gka"), TINY, backends=("chunked",), parts=True)] == ["chunked"]
+
+
 # The command.
 
 Platform = Callable[..., tuple[int, str, str]]
@@ -254,17 +282,18 @@ def test_bench_of_a_rule(platform: Platform, tmp_path: Path) -> None:
         "gla", "--shape", "2,16,1,4,4", "--lengths", "16,32", "--against", "sdpa", "--dtype", "fp32", "--out", "a/b"
     )
     assert code == 0
-    assert [line.split()[:3] for line in out.splitlines()[1:7]] == [
+    assert [line.split()[:3] for line in out.splitlines()[1:9]] == [
         ["gla", by, shape] for shape in ("2,16,1,4,4", "1,32,1,4,4") for by in _backends_and("sdpa")
     ]
     saved = json.loads((tmp_path / "a/b/gla.json").read_text())
     assert {"device", "dtype", "ceilings", "versions", "date", "figures"} <= set(saved)
-    assert len(saved["figures"]) == 6
+    assert len(saved["figures"]) == 8
     assert (tmp_path / "a/b/gla.png").is_file()
 
 
 def _backends_and(peer: str) -> tuple[str, ...]:
-    return ("triton", "chunked", peer) if torch.cuda.is_available() else ("chunked", "recurrent", peer)
+    ours = ("triton", "chunked") if torch.cuda.is_available() else ("chunked", "recurrent")
+    return (*ours, "recurrence", peer)
 
 
 def test_bench_of_a_file_as_json(platform: Platform, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from deltalab.authoring.inputs import Inputs, draw, moves
 from deltalab.authoring.kernel_line import kernel_line
 from deltalab.bench.flops import CHUNK, decode_bytes, flops, forward_bytes, size, training_bytes
 from deltalab.bench.peers import Call, Contestant, Peer, installed, peer
+from deltalab.bench.recurrence_alone import alone
 from deltalab.bench.results import CPU_SHAPE, GPU_SHAPE, Figures, Results, Shape, whole_numbers
 from deltalab.errors import unknown
 from deltalab.ops.recurrence import Backend
@@ -93,6 +94,7 @@ class Bench:
         backends: Sequence[Backend] | None = None,
         against: Iterable[str | Peer] = (),
         label: str = "",
+        parts: bool = False,
     ) -> list[Figures]:
         """Times a rule at one shape, by our backends and then by peers.
 
@@ -104,6 +106,7 @@ class Bench:
             backends: Our backends to time; None for those of this device.
             against: The peers to time.
             label: The name that the results show instead of the rule's name.
+            parts: Whether to time the rule's recurrence alone, too, by the first of the backends.
 
         Returns:
             The figures of each contestant.
@@ -114,7 +117,10 @@ class Bench:
         default_backends: Sequence[Backend] = ("triton", "chunked") if self.on_gpu else ("chunked", "recurrent")
         x, now = self._inputs(rule, shape)
         with _environment(self._variables):
-            contestants = [_ours(rule, x, now, backend) for backend in backends or default_backends]
+            backends = backends or default_backends
+            contestants = [_ours(rule, x, now, backend) for backend in backends]
+            if parts and rule.transition is not None:
+                contestants.append(alone(rule, x, backends[0]))
             contestants += [
                 (peer(contestant) if isinstance(contestant, str) else contestant)(rule, x, now)
                 for contestant in against
@@ -352,7 +358,7 @@ def bench(
         line = kernel_line(rule, key_dim=base_shape.key_dim, value_dim=base_shape.value_dim)
         progress.note(f"{rule.name}: Triton kernels {line}")
     for shape_at in shapes:
-        run.add(rule, shape_at, against=peers)
+        run.add(rule, shape_at, against=peers, parts=True)
     if out is not None:
         (out / f"{rule.name}.json").write_text(run.results.to_json() + "\n", encoding="utf-8")
         if lengths:

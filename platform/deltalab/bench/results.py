@@ -51,6 +51,9 @@ class Shape:
         return dataclasses.replace(self, batch=max(1, self.batch * self.length // length), length=length)
 
 
+ALONE = "recurrence"
+"""The name in `Figures.by` of a rule's recurrence alone, in which the rule's time is told."""
+
 GPU_SHAPE = Shape(8, 4096, 16, 128, 128)
 CPU_SHAPE = Shape(1, 512, 2, 64, 64)
 
@@ -143,7 +146,7 @@ class Results:
         return cls(**{**values, "figures": [Figures(**row) for row in values["figures"]]})
 
     def to_text(self) -> str:
-        """Returns a line for each contestant, then the reasons for missing figures, then the machine."""
+        """Returns a line for each contestant, the reasons for missing figures, prices of recurrences, the machine."""
         rows = [
             tuple(_COLUMNS),
             *(tuple(show(row_figures) for show in _COLUMNS.values()) for row_figures in self.figures),
@@ -155,10 +158,25 @@ class Results:
             for row_figures in self.figures
             if row_figures.why
         ]
+        reasons += [line for row_figures in self.figures if (line := self._price(row_figures))]
         copy, matmul = self.ceilings["copy"], self.ceilings["matmul"]
         where = f"{self.device}, {self.dtype}: a copy {copy / 1e12:.3g} TB/s, a matmul {matmul / 1e12:.3g} TFLOP/s"
         software = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return "\n".join([*(line.rstrip() for line in lines), *reasons, where, f"{software}; {self.date}"])
+
+    def _price(self, alone: Figures) -> str:
+        """Returns what a rule takes beside its recurrence alone, as a line; empty for other figures."""
+        if alone.by != ALONE or alone.forward is None:
+            return ""
+        rule = next(row for row in self.figures if (row.rule, row.shape) == (alone.rule, alone.shape))
+        if rule.forward is None:
+            return ""
+        line = (
+            f"{rule.rule} by {rule.by} at {rule.shape}: {rule.forward / alone.forward:.2f} times its recurrence alone"
+        )
+        return (
+            line if rule.both is None or alone.both is None else f"{line}, {rule.both / alone.both:.2f} with backward"
+        )
 
     def plot(self, file: Path) -> None:
         """Draws the time of a call against the length of sequences, for forward and for forward with backward.
