@@ -36,10 +36,6 @@ def test_flash_qla_has_the_gated_delta_rule_alone(monkeypatch: pytest.MonkeyPatc
         check_backend(deltalab.get_rule("kda"), "flash_qla")
 
 
-def _half(x: Tensor) -> Tensor:
-    return 0.5 * x
-
-
 @pytest.mark.parametrize("wrong", ["strength", "state", "scale"])
 def test_a_wrong_kernel_fails(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
@@ -48,7 +44,7 @@ def test_a_wrong_kernel_fails(wrong: str, monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*given: Any) -> Any:
         function, arguments, options = right(*given)
         if wrong == "strength":
-            arguments["beta"] = _half(arguments["beta"])
+            arguments["beta"] = 0.5 * arguments["beta"]
 
         def run(*, initial_state: Tensor | None, scale: float, **more: Any) -> Any:
             before = None if wrong == "state" else initial_state
