@@ -196,6 +196,12 @@ def _ends(spec: ModelSpec) -> list[Part]:
     return [*first, same("norm.bias", "norm.bias")]
 
 
+OF_A_BLOCK = {"hidden_act": "sqrelu", "norm_first": True, "norm_bias": True, "norm_eps": 1e-5}
+"""The options of both models' blocks, with FLA's defaults."""
+
+FIXED = {"hidden_act": "sqrelu", "norm_bias": True, "attn": None}
+"""The only values of options that both models' forms take."""
+
 RWKV7 = Form(
     "rwkv7",
     "RWKV7ForCausalLM",
@@ -208,12 +214,9 @@ RWKV7 = Form(
         "gate_low_rank_dim": 128,
         "a_low_rank_dim": 64,
         "v_low_rank_dim": 16,
-        "hidden_act": "sqrelu",
-        "norm_first": True,
-        "norm_bias": True,
-        "norm_eps": 1e-5,
+        **OF_A_BLOCK,
     },
-    fixed={"hidden_act": "sqrelu", "norm_bias": True, "attn": None},
+    fixed=FIXED,
     config=_rwkv7,
     settings=_from_rwkv7,
     parts=_layer,
@@ -315,12 +318,9 @@ RWKV6 = Form(
         "hidden_ratio": 3.5,
         "proj_low_rank_dim": 32,
         "gate_low_rank_dim": 64,
-        "hidden_act": "sqrelu",
-        "norm_first": True,
-        "norm_bias": True,
-        "norm_eps": 1e-5,
+        **OF_A_BLOCK,
     },
-    fixed={"hidden_act": "sqrelu", "norm_bias": True, "attn": None},
+    fixed=FIXED,
     config=_rwkv6,
     settings=_from_rwkv6,
     parts=_layer_of_rwkv6,
