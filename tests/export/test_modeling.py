@@ -1,5 +1,6 @@
 """The class for `transformers`: packed and padded inputs, losses, checkpointing, compiling, generating, its Trainer."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from deltalab.export.modeling_deltalab import DeltaLabConfig, DeltaLabForCausalLM, StateCache  # noqa: E402
+from deltalab.models.graphs import tokens as graphs  # noqa: E402
 from deltalab.models.spec import ModelSpec  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.compile", "ignore:Mismatch dtype")
@@ -384,3 +386,41 @@ def test_a_pipeline_takes_prompts_of_several_lengths(model: DeltaLabForCausalLM)
     assert [one[0]["generated_text"] for one in together] == [
         write(prompt, **how)[0]["generated_text"] for prompt in prompts
     ]
+
+
+# --- token by token as CUDA graphs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"left": True}, {"left": False}]
+)
+def test_graphs_of_tokens_generate_the_same(
+    model: DeltaLabForCausalLM, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU stands for the GPU: its graph does the same work anew, on the same tensors."""
+    captures = []
+
+    def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+        work()
+        captures.append(work)
+        return work
+
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **how}
+    left = how.pop("left", None)
+    batch, mask = (tokens(2, 5), torch.ones(2, 5)) if left is None else padded(texts(6, 2, 9), left=left)
+
+    def generated() -> Tensor:
+        torch.manual_seed(0)
+        out: Tensor = model.generate(batch, attention_mask=mask, **how)
+        return out
+
+    wanted = generated()
+    monkeypatch.setattr(graphs, "captured", captured)
+    monkeypatch.setattr(graphs.TokenGraphs, "device_type", "cpu")
+    model.token_graphs = graphs.TokenGraphs()
+    for _ in range(2):
+        assert torch.equal(generated(), wanted)
+    spec = model.config.spec()
+    assert len(captures) == (spec.make_rule().name != "attention" and not spec.attention)
+    model.token_graphs = None
+    assert torch.equal(generated(), wanted)

@@ -35,6 +35,7 @@ from deltalab.bench.peers import Call, Contestant, Peer, installed, peer
 from deltalab.bench.recurrence_alone import alone
 from deltalab.bench.results import CPU_SHAPE, GPU_SHAPE, Figures, Results, Shape, whole_numbers
 from deltalab.errors import unknown
+from deltalab.models.graphs.tokens import captured
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.scan import scan
 from deltalab.rule import State, UpdateRule
@@ -262,7 +263,7 @@ class Bench:
             run()
             launches.append(time.perf_counter() - start)
         try:
-            timed: Callable[[], Any] = _captured([run]).replay
+            timed = captured(run)
         except RuntimeError as error:
             why.append(f"timed as launched, not captured: {str(error).splitlines()[0]}")
             timed = run
@@ -287,7 +288,7 @@ class Bench:
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
         copies = min(MOST_COPIES, 1 + 2 * cache // size(token.tensors.values()))
         calls = [token, *(token.fresh() for _ in range(copies - 1))]
-        return self._median(_captured([call.forward for call in calls]).replay) / copies
+        return self._median(captured(lambda: [call.forward() for call in calls])) / copies
 
 
 @contextmanager
@@ -302,21 +303,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def _captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-    """Returns a CUDA graph of several calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
 
 
 def bench(

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from deltalab.models.block import Block
+from deltalab.models.graphs.tokens import TokenGraphs
 from deltalab.models.layer import initialize
 from deltalab.models.model import Model, balance_of, parameter_groups
 from deltalab.models.parts.cache import LayerCache
@@ -302,13 +303,16 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
 
     Attributes:
         z_loss: The weight of the squared logarithm of softmax's denominator in the loss of training.
+        token_graphs: What computes tokens one by one as CUDA graphs, on one GPU; None computes them without.
     """
 
+    token_graphs: TokenGraphs | None
     accepts_loss_kwargs = True
 
     def __init__(self, config: DeltaLabConfig) -> None:
         super().__init__(config)
         self.z_loss = 0.0
+        self.token_graphs = TokenGraphs()
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Returns the output matrix; None if it is tied to the embedding."""
@@ -398,6 +402,11 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
         targets = shifted.pop("shift_labels", None)
         if shifted:
             raise TypeError(f"forward() got an unexpected keyword argument '{next(iter(shifted))}'")
+        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        if labels is None and bounds is None and not output_hidden_states and not output_attentions:
+            token_logits = self._token(input_ids, attention_mask, past_key_values)
+            if token_logits is not None:
+                return CausalLMOutputWithPast(logits=token_logits, past_key_values=past_key_values)
         read = self._read(
             input_ids,
             attention_mask,
@@ -438,6 +447,21 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
                 share = 1 if num_items_in_batch is None else (targets != -100).sum() / num_items_in_batch
                 loss = loss + read.balance * share
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=read.cache, hidden_states=read.states)
+
+    def _token(self, tokens: Tensor | None, mask: Tensor | None, cache: StateCache | None) -> Tensor | None:
+        """Computes the logits [B, 1, vocab] of one more token of each row as a CUDA graph; None where there is none."""
+        if tokens is None or tokens.dim() != 2 or tokens.shape[1] != 1:
+            return None
+        if self.token_graphs is None or not isinstance(cache, StateCache) or not cache.states:
+            return None
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if mask is not None and not mask[:, -1].all():
+            return None
+        logits = self.token_graphs.token(self, self.model.step, tokens, cache)
+        if logits is not None:
+            cache.seen += 1
+        return logits
 
 
 class DeltaLabForSequenceClassification(DeltaLabModel):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError
 from deltalab.models.block import Block, make_norm, make_sum_norm
-from deltalab.models.graphs import BlockGraphs
+from deltalab.models.graphs.blocks import BlockGraphs
 from deltalab.models.parts.cache import CacheSize, LayerCache
 from deltalab.models.parts.context import Part
 from deltalab.models.parts.depth import Outputs

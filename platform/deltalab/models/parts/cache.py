@@ -70,10 +70,14 @@ class LayerCache:
     balance: Tensor | None = None
     values: Tensor | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors that the memory consists of."""
+        own = [self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.tails]
+        return own if self.beside is None else own + self.beside.tensors()
+
     def numel(self) -> int:
         """Returns the number of elements in these tensors."""
-        parts = (self.conv, *self.state, self.place, self.last, *sum(self.apart, ()), *self.tails)
-        return sum(part.numel() for part in parts) + (0 if self.beside is None else self.beside.numel())
+        return sum(tensor.numel() for tensor in self.tensors())
 
     def mapped(self, function: Callable[[Any], Any]) -> "LayerCache":
         """Returns the memory with function(x) in place of each tensor x. `balance` and `values` are no memory."""
