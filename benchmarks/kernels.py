@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,15 @@ from deltalab.bench.peers import Call, Contestant, Peer, installed
 from deltalab.bench.results import GPU_SHAPE, Results, Shape
 from deltalab.ops.peers.scans import imported
 from deltalab.ops.scan import Backend
+from deltalab.registry import get_rule, list_rules
 from deltalab.rule import UpdateRule
 from deltalab_rules import comba, deltanet, gated_deltanet, gka, gla, rdn, rla, sgla
 
 OTHER_SHAPES = (Shape(64, 256, 2, 64, 64), Shape(1, 32768, 16, 128, 128))
 LONG = Shape(1, 65536, 16, 128, 128)
+QUADRATIC = {"based", "rebased"}
+"""The rules whose features are K^2 / 2 channels."""
+NARROW = Shape(8, 4096, 16, 16, 128)
 LENGTHS = [1024 * 2**i for i in range(7)]
 RULES: dict[str, UpdateRule] = {
     "comba": comba.Comba(),
@@ -46,18 +50,24 @@ RULES: dict[str, UpdateRule] = {
 
 @dataclass
 class Run:
-    """The run of one part. until: the time after which nothing further begins."""
+    """The run of one part. until: the time after which nothing further begins. only: the rules; all if empty."""
 
     bench: Bench
     until: float = math.inf
+    only: Sequence[str] = ()
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, name: str, shape: Shape, *peers: str | Peer, backend: Backend = "triton") -> None:
+    def add(
+        self, name: str, shape: Shape, *peers: str | Peer, backend: Backend = "triton", parts: bool = False
+    ) -> None:
         start = time.perf_counter()
+        if self.only and name not in self.only:
+            return
         if start > self.until:
             self.left_out.append(f"left out: {name} at {shape}")
             return
-        self.bench.add(RULES[name], shape, backends=(backend,), against=peers, label=name)
+        rule = RULES.get(name) or get_rule(name)
+        self.bench.add(rule, shape, backends=(backend,), against=peers, label=name, parts=parts)
         print(f"{name} at {shape}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -92,6 +102,13 @@ def beside(peer: str | Peer, name: str) -> Callable[[Run], None]:
     return lambda run: run.add(name, GPU_SHAPE, peer)
 
 
+def alone(run: Run) -> None:
+    """Every rule of the algebra beside its recurrence alone."""
+    for name in list_rules():
+        if get_rule(name).transition is not None:
+            run.add(name, NARROW if name in QUADRATIC else GPU_SHAPE, parts=True)
+
+
 def mesa_net(rule: UpdateRule, x: Inputs, now: Inputs) -> Contestant:
     """FLA's MesaNet, the nearest published kernel to GKA: a ridge regression by as many steps of conjugate gradient.
 
@@ -119,6 +136,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "lengths": lengths,
     "chunked": chunked,
     "sdpa": sdpa,
+    "alone": alone,
     "fla_comba": beside("fla", "comba"),
     "fla_deltanet": beside("fla", "deltanet"),
     "fla_gdn": beside("fla", "gated_deltanet"),
@@ -179,6 +197,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json and lengths.png")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="kernels.json of earlier runs to join")
     parser.add_argument("--cache", type=Path, help="folder that keeps compiled kernels; no first calls then")
+    parser.add_argument("--rule", action="append", default=[], help="may be repeated; all by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so many seconds")
     options = parser.parse_args()
     until = time.perf_counter() + options.seconds
@@ -203,7 +222,7 @@ def main() -> None:
                 json.dumps({name: asdict(results_of_part) for name, results_of_part in parts.items()}, indent=2) + "\n"
             )
 
-        run = Run(Bench(after=save, cache=options.cache), until)
+        run = Run(Bench(after=save, cache=options.cache), until, options.rule)
         save(run.bench.results)
         PARTS[part](run)
         left_out += run.left_out
