@@ -66,7 +66,7 @@ class Run:
         if start > self.until:
             self.left_out.append(f"left out: {name} at {shape}")
             return
-        rule = RULES.get(name) or get_rule(name)
+        rule = RULES[name] if name in RULES else get_rule(name)
         self.bench.add(rule, shape, backends=(backend,), against=peers, label=name, parts=parts)
         print(f"{name} at {shape}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 

@@ -1,5 +1,7 @@
 """Tables of kernels: their times and memory beside peers, by shape and by length, and the host's time of a call."""
 
+from typing import Any
+
 from kernels import TARGETS
 from page_tables.markdown import judged, load, ms, table
 
@@ -139,6 +141,21 @@ def parallel_form() -> list[str]:
     return table(["", *titles], ([f"{LABELS[rule]}, {passes}", *cells] for (rule, passes), cells in rows.items()))
 
 
+def rules_alone() -> list[str]:
+    """Lists each rule of the algebra beside its recurrence alone, the dearest first."""
+    by_rule: dict[str, dict[str, Any]] = {}
+    for f in load("alone_h200")["alone"]["figures"]:
+        by_rule.setdefault(f["rule"], {})[f["by"]] = f
+    rows = []
+    for rule, by in by_rule.items():
+        whole, alone = by["triton"], by["recurrence"]
+        ratios = [whole[passes] / alone[passes] for passes in ("forward", "both")]
+        times = [ms(f[passes]) for passes in ("forward", "both") for f in (whole, alone)]
+        rows.append((max(ratios), [rule, *times[:2], f"{ratios[0]:.2f}", *times[2:], f"{ratios[1]:.2f}"]))
+    header = ["rule", "forward, ms", "recurrence, ms", "ratio", "with backward, ms", "recurrence, ms", "ratio"]
+    return table(header, (row for _, row in sorted(rows, key=lambda pair: -pair[0])))
+
+
 TABLES = (
     kernels_against_peers,
     kernels_by_rule,
@@ -146,4 +163,5 @@ TABLES = (
     against_length,
     host_times,
     parallel_form,
+    rules_alone,
 )

@@ -1,6 +1,7 @@
 """Tables of trainings: the steps of small trials, alone and in stacks, and of whole models."""
 
 import math
+from typing import Any
 
 from page_tables.kernels import LABELS
 from page_tables.markdown import load, table
@@ -194,7 +195,25 @@ def trained_winner() -> list[str]:
     return table(["340M, 13.1 million tokens", "loss of the last step", "validation", "thousand tokens/s"], rows)
 
 
+def decoding() -> list[str]:
+    """Lists the milliseconds of a token that `generate` writes."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in load("decode_h200")["rows"]:
+        if "error" not in row:
+            found.setdefault((row["rule"], row["batch"]), {})[row["by"]] = row
+    rows = []
+    for (rule, batch), by in found.items():
+        ours, eager, fla = by["deltalab"], by["deltalab without graphs"], by.get("FLA")
+        times = [f"{row['ms_a_token']:.2f}" if row else "" for row in (ours, eager, fla)]
+        rate = f"{ours['tokens_per_second']:,.0f}"
+        over = f"{fla['ms_a_token'] / ours['ms_a_token']:.1f}" if fla else ""
+        rows.append([LABELS[rule], str(batch), times[0], rate, *times[1:], over])
+    header = ["rule", "sequences", "ms a token", "tokens/s", "without graphs, ms", "FLA, ms", "times as fast as FLA"]
+    return table(header, rows)
+
+
 TABLES = (
+    decoding,
     training_step,
     training_stacks,
     gpu_busy,

@@ -217,14 +217,17 @@ def test_copies_capture_for_themselves(captures: list[Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {}, {"rule": "gated_deltanet"}, {"rule": "kda"}, {"rule": "rwkv7", "preset": "rwkv7"}, {"rule": "gka"},
+        {}, {"rule": "gated_deltanet"}, {"rule": "kda"}, {"rule": "rwkv7"}, {"preset": "rwkv7"}, {"rule": "gka"},
         {"rule": "rla"}, {"rule": "mamba2"}, {"rule": "comba", "canon": ["A", "C"], "rope": True}, {"rule": "mamba3"},
-        {"rule": "ttt_linear"}, {"rule": "log_linear_attention"}, {"rule": "gated_delta_product"},
+        {"rule": "delta_product"}, {"rule": "ttt_linear"}, {"rule": "log_linear_attention"},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("bf16", [False, True])
 def test_graphs_of_a_gpu(settings: dict[str, Any], bf16: bool) -> None:
-    network = build_model({**MODEL, "d_model": 64, **settings}).cuda().eval()
+    spec = {**MODEL, "d_model": 64, **settings}
+    if "preset" in spec:
+        del spec["rule"]
+    network = build_model(spec).cuda().eval()
     at, text = TokenGraphs(), texts(2, 6).cuda()
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, bf16):
         for _ in range(2):
@@ -233,4 +236,6 @@ def test_graphs_of_a_gpu(settings: dict[str, Any], bf16: bool) -> None:
                 logits = token(at, network, text[:, n : n + 1], one)
                 wanted, other.states = network.step(text[:, n : n + 1], other.states)
                 torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
-    assert at.graph is not None, at.refused
+    # The tokens of TTT's mini-batch and the levels of log-linear attention change the cache's size.
+    grows = settings.get("rule") in ("ttt_linear", "log_linear_attention")
+    assert (at.graph is None) == grows, at.refused
