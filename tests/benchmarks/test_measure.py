@@ -402,7 +402,7 @@ def test_parts_join_those_of_earlier_runs(
         def __init__(self, after: Callable[[Results], None], cache: Path | None) -> None:
             self.results, self.after = planted(), after
 
-        def add(self, rule: Any, shape: Shape, *, backends: Any, against: Any, label: str) -> None:
+        def add(self, rule: Any, shape: Shape, *, backends: Any, against: Any, label: str, parts: bool) -> None:
             self.results.figures.append(Figures(label, *backends, str(shape), forward=1.0))
             self.after(self.results)
 
@@ -426,3 +426,4 @@ def test_parts_join_those_of_earlier_runs(
     assert "--- c" in capsys.readouterr().out
     assert measure("--part", "a", "--seconds", "-1")["a"]["figures"] == []
     assert "left out: a at 1,32,2,8,4" in capsys.readouterr().out
+    assert measure("--part", "a", "--rule", "b")["a"]["figures"] == []
