@@ -7,7 +7,8 @@
 The model is a deltalab model in the class that `deltalab export` writes, in bf16, with fp32 for what gates learn. It
 reads a prompt and writes tokens by greedy decoding. The time of a token is that of `generate` with `--new` tokens, less
 that with one token, and the smallest of three counts. With --fla, FLA's model with the same weights stands beside it,
-converted as `deltalab export --to fla` does.
+converted as `deltalab export --to fla` does. Its kernels take their first configurations, since tuning takes minutes;
+`text` holds the first tokens that a model wrote after the first prompt.
 """
 
 import argparse
@@ -48,11 +49,12 @@ def ours(rule: str, sizes: dict[str, int]) -> Any:
 
 def of_fla(model: Any) -> Any:
     """Makes FLA's model with the weights of ours."""
-    import fla.models  # noqa: F401  registers FLA's classes
+    from fla_logits import imported
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from deltalab.export.fla import to_fla
 
+    imported()  # registers FLA's classes
     spec = model.config.spec()
     config, weights = to_fla(spec, model.model.state_dict())
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
@@ -86,9 +88,8 @@ def seconds(run: Callable[[], Any], tries: int = 3) -> float:
 
 def measured(model: Any, batch: int, prompt: int, new: int) -> dict[str, Any]:
     """Times a model's `generate`."""
-    tokens = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(
-        DEVICE
-    )
+    drawn = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
+    tokens = drawn.to(DEVICE)
     mask = torch.ones_like(tokens)
 
     def generate(count: int) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -69,15 +70,19 @@ def right(network: Model, text: Tensor, held: list[LayerCache]) -> Tensor:
     return network.step(text, held)[0][:, -1:]
 
 
+def follow(at: TokenGraphs, network: Model, text: Tensor, held: Held, *, inference: bool = False) -> None:
+    """Reads a text [B, T] token by token after a cache. Each token must have the logits that no graph gives it."""
+    before = held.states
+    for n in range(text.shape[1]):
+        with torch.inference_mode(inference):
+            logits = token(at, network, text[:, n : n + 1], held)
+        torch.testing.assert_close(logits, right(network, text[:, : n + 1], before), rtol=1e-12, atol=1e-12)
+
+
 def test_token_by_token(captures: list[Any]) -> None:
     network, at, text = model(), TokenGraphs(), texts(2, 6)
     for inference in (True, False):
-        held = prompt(network)
-        before = held.states
-        for n in range(6):
-            with torch.inference_mode(inference):
-                logits = token(at, network, text[:, n : n + 1], held)
-            torch.testing.assert_close(logits, right(network, text[:, : n + 1], before), rtol=1e-12, atol=1e-12)
+        follow(at, network, text, prompt(network), inference=inference)
     assert len(captures) == 1, "a second sequence goes on with the same graph"
 
 
@@ -109,22 +114,14 @@ def test_rows_in_another_order(captures: list[Any]) -> None:
 def test_another_number_of_rows(captures: list[Any]) -> None:
     network, at = model(), TokenGraphs()
     for batch in (2, 1, 2):
-        held, text = prompt(network, batch=batch), texts(batch, 4)
-        before = held.states
-        for n in range(4):
-            logits = token(at, network, text[:, n : n + 1], held)
-            torch.testing.assert_close(logits, right(network, text[:, : n + 1], before), rtol=1e-12, atol=1e-12)
+        follow(at, network, texts(batch, 4), prompt(network, batch=batch))
     assert len(captures) == 3
 
 
 def test_keys_of_attention_grow(captures: list[Any]) -> None:
     network, at, text = model(attention=[1]), TokenGraphs(), texts(2, 4)
     for _ in range(2):  # the first token has the same form in both
-        held = prompt(network)
-        before = held.states
-        for n in range(4):
-            logits = token(at, network, text[:, n : n + 1], held)
-            torch.testing.assert_close(logits, right(network, text[:, : n + 1], before), rtol=1e-12, atol=1e-12)
+        follow(at, network, text, prompt(network))
     assert not captures
 
 
@@ -133,11 +130,7 @@ def test_weights_that_move(captures: list[Any]) -> None:
     for weights in (None, other.state_dict()):
         if weights is not None:
             network.load_state_dict(weights, assign=True)
-        held = prompt(network)
-        before = held.states
-        for n in range(3):
-            logits = token(at, network, text[:, n : n + 1], held)
-            torch.testing.assert_close(logits, right(network, text[:, : n + 1], before), rtol=1e-12, atol=1e-12)
+        follow(at, network, text, prompt(network))
     assert len(captures) == 2
 
 
@@ -201,6 +194,23 @@ def test_a_released_sequence_keeps_its_cache(captures: list[Any]) -> None:
     del other
     gc.collect()
     assert all(map(torch.equal, graphs.tensors(held.states), graphs.tensors(kept)))
+
+
+def test_a_second_thread_goes_without_the_graph(captures: list[Any]) -> None:
+    network, at, text, idle = model(), TokenGraphs(), texts(2, 3), []
+    first, second = prompt(network), prompt(network)
+
+    def step(tokens: Tensor, cache: list[LayerCache]) -> tuple[Tensor, list[LayerCache]]:
+        thread = threading.Thread(target=lambda: idle.append(at.token(network, network.step, text[:, :1], second)))
+        thread.start()
+        thread.join()
+        return network.step(tokens, cache)
+
+    for n in range(3):
+        token(at, network, text[:, n : n + 1], first, step)
+    assert captures
+    assert len(idle) > 3
+    assert idle == [None] * len(idle)
 
 
 def test_copies_capture_for_themselves(captures: list[Any]) -> None:

@@ -35,7 +35,7 @@ from deltalab.bench.peers import Call, Contestant, Peer, installed, peer
 from deltalab.bench.recurrence_alone import alone
 from deltalab.bench.results import CPU_SHAPE, GPU_SHAPE, Figures, Results, Shape, whole_numbers
 from deltalab.errors import unknown
-from deltalab.models.graphs.tokens import captured
+from deltalab.models.graphs.capture import captured
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.scan import scan
 from deltalab.rule import State, UpdateRule

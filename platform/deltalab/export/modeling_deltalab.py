@@ -402,8 +402,8 @@ class DeltaLabForCausalLM(DeltaLabModel, GenerationMixin):
         targets = shifted.pop("shift_labels", None)
         if shifted:
             raise TypeError(f"forward() got an unexpected keyword argument '{next(iter(shifted))}'")
-        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        if labels is None and bounds is None and not output_hidden_states and not output_attentions:
+        others = (inputs_embeds, labels, cu_seqlens, cu_seq_lens_q)
+        if all(other is None for other in others) and not output_hidden_states and not output_attentions:
             token_logits = self._token(input_ids, attention_mask, past_key_values)
             if token_logits is not None:
                 return CausalLMOutputWithPast(logits=token_logits, past_key_values=past_key_values)

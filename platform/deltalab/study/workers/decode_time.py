@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from deltalab.models.graphs.tokens import captured
+from deltalab.models.graphs.capture import captured
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.training.device import device_type
@@ -45,8 +45,8 @@ def _timed(model: ModelSpec, length: int, device: torch.device, bf16: bool) -> f
     network = build_model(model).to(device)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     following = torch.zeros((), dtype=torch.long, device=device)
-    # Keep no cast of autocast: it would be freed while a graph still reads it.
-    with torch.autocast(device.type, torch.bfloat16, bf16, cache_enabled=False):
+    # Replay within the context: it keeps the weights that it has cast, which the graph reads.
+    with torch.autocast(device.type, torch.bfloat16, bf16):
         _, prompt = network.hidden(token.expand(1, length))
 
         def decode() -> None:
@@ -60,7 +60,10 @@ def _timed(model: ModelSpec, length: int, device: torch.device, bf16: bool) -> f
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                _log.warning("decode_us has the time of Python's launches, without a CUDA graph: %s", error)
+                _log.warning(
+                    "decode_us has the time of Python's launches, without a CUDA graph: %s",
+                    str(error).partition("\n")[0],
+                )
         times = []
         for _ in range(TRIES):
             began = time.perf_counter()
