@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,8 @@ from scipy.stats import kendalltau
 import deltalab
 from deltalab.statistics.joint_test import compare
 from deltalab.store import Store
-from deltalab.study.answers.recorded_scores import RecordedScores
-from deltalab.study.forecast.power import SHIPPED, paired_sd, seed_correlation
+from deltalab.study.answers.recorded_scores import RecordedScores, scores_by_task
+from deltalab.study.forecast.power import SHIPPED, paired_sd, seed_correlation, spread_of
 from deltalab.study.planning.make import plan_study
 from deltalab.study.planning.plan import Plan, PlannedArm
 from deltalab.study.specs.recorded_study import RecordedTask
@@ -349,8 +349,24 @@ def trained_table(group: Mapping[str, Any], times: int) -> Table | None:
     return Table(group["maximize"], there) if len(there) == len(runs) else None
 
 
-def recorded_tables(ledger: Path, address: str) -> dict[str, tuple[RecordedTask, int, Table]]:
-    """Reads the runs of a study from a compressed ledger, with the steps of the base, by task."""
+class Recorded(NamedTuple):
+    """What a ledger holds of a study's task.
+
+    Attributes:
+        task: The task.
+        steps: The steps of the base.
+        table: The runs.
+        spread: The standard deviation and the correlation of seeds' scores as a report has them; None if too few.
+    """
+
+    task: RecordedTask
+    steps: int
+    table: Table
+    spread: tuple[float, float | None] | None
+
+
+def recorded_tables(ledger: Path, address: str) -> dict[str, Recorded]:
+    """Reads the runs of a study from a compressed ledger, by task."""
     tables = {}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "lab.db"
@@ -359,6 +375,7 @@ def recorded_tables(ledger: Path, address: str) -> dict[str, tuple[RecordedTask,
         with Store.open(file, create=False) as store:
             study = store.study(address)
             recorded = RecordedScores(store, study, store.trials(study.id))
+            compared = scores_by_task(store, study)
             for name, task in recorded.tasks.items():
                 curves: dict[tuple[str, int], Curves] = {}
                 for part, metric in (("metric", task.metric), ("loss", "loss")):
@@ -379,7 +396,7 @@ def recorded_tables(ledger: Path, address: str) -> dict[str, tuple[RecordedTask,
                     steps = trials[0].config["train"]["steps"]
                 seeds = min(len(by_seed) for by_candidate in runs.values() for by_seed in by_candidate)
                 runs = {arm: [by_seed[:seeds] for by_seed in by_candidate] for arm, by_candidate in runs.items()}
-                tables[name] = task, steps, Table(task.maximize, runs)
+                tables[name] = Recorded(task, steps, Table(task.maximize, runs), spread_of(compared[name]))
     return tables
 
 
@@ -391,7 +408,7 @@ def summarize(out: dict[str, Any], names: Sequence[str]) -> None:
             group["figures"] = summary(table, trained_table(group, LONGER))
             group["tuned"] = len(group["candidates"]) > 1
     for ledger, address, tuned in LEDGERS:
-        for name, (task, steps, table) in recorded_tables(ledger, address).items():
+        for name, (task, steps, table, spread) in recorded_tables(ledger, address).items():
             out.setdefault("recorded", {})[f"{address} {name}"] = {
                 "study": address,
                 "task": task.name,
@@ -400,6 +417,7 @@ def summarize(out: dict[str, Any], names: Sequence[str]) -> None:
                 "steps": steps,
                 "tuned": tuned,
                 "figures": summary(table, None),
+                "spread": spread and [value and float(f"{value:.3g}") for value in spread],
             }
     spreads = [
         {
@@ -407,16 +425,29 @@ def summarize(out: dict[str, Any], names: Sequence[str]) -> None:
             "metric": metric,
             "parameters": group["parameters"],
             "steps": group["steps"],
-            "sd": group["figures"][measure]["sd"],
-            "correlation": group["figures"][measure]["correlation"],
+            "sd": sd,
+            "correlation": correlation,
             "source": group["study"] + ("" if group["tuned"] else " without tuning"),
         }
         for group in [*out["groups"].values(), *out.get("recorded", {}).values()]
         if "figures" in group
         for metric, measure in ((group["metric"], "metric"), ("loss", "loss"))
-        if group["figures"][measure]["sd"]  # Seeds that all are at the ceiling say nothing of others.
+        for sd, correlation in [spread_for_plans(group, measure)]
+        if sd  # Seeds that all are at the ceiling say nothing of others.
     ]
     SHIPPED.write_text(json.dumps(spreads, indent=1) + "\n")
+
+
+def spread_for_plans(group: Mapping[str, Any], measure: str) -> tuple[float | None, float | None]:
+    """Returns the standard deviation and the correlation of seeds' scores by a measure that a plan counts with.
+
+    Of a recorded study's metric they are those of the report, where the arm's other seeds weigh a seed's candidates: a
+    candidate at which one seed fails costs that seed its score there, and not where it chooses for itself.
+    """
+    if measure == "metric" and group.get("spread"):
+        sd, correlation = group["spread"]
+        return sd, correlation
+    return group["figures"][measure]["sd"], group["figures"][measure]["correlation"]
 
 
 def rows(out: Mapping[str, Any]) -> Iterator[str]:

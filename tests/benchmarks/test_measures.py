@@ -53,3 +53,16 @@ def test_the_ratio_is_that_of_the_true_arms() -> None:
 def test_equal_arms_have_no_signal() -> None:
     scores = np.random.default_rng(2).normal(size=(6, 4000))
     assert measures.ratio(scores) < 0.05
+
+
+def test_a_plan_counts_with_the_spread_that_a_report_has() -> None:
+    """A seed that chooses for itself avoids the rate at which it alone fails; a report's seeds do not know of it."""
+    ledger = next(file for file, address, _ in measures.LEDGERS if address == "comba_ablation:gpu")
+    recall = measures.recorded_tables(ledger, "comba_ablation:gpu")["mqar"]
+    assert recall.spread is not None
+    own = measures.figures(recall.table.scores("metric"))
+    assert recall.spread[0] > 4 * own["sd"]
+    group = {"figures": {"metric": own, "loss": {"sd": 0.5, "correlation": 0.2}}, "spread": [*recall.spread]}
+    assert measures.spread_for_plans(group, "metric") == recall.spread
+    assert measures.spread_for_plans(group, "loss") == (0.5, 0.2)
+    assert measures.spread_for_plans({**group, "spread": None}, "metric") == (own["sd"], own["correlation"])

@@ -12,6 +12,7 @@ import numpy as np
 
 from deltalab.reading import pairs
 from deltalab.statistics.joint_test import ALPHA, Look, rejected_by_look, seeds_needed, smallest_p
+from deltalab.statistics.seed_choice import Scores
 from deltalab.statistics.unbalanced import Groups, compare_one
 from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
@@ -194,9 +195,6 @@ def seeds_to_equal(sd: float, margin: float, arms: int) -> int:
 def spreads(store: Store, tasks: Mapping[str, Task]) -> list[Spread]:
     """Reads the spread of scores on each task from the latest study in the ledger of that task with equal parameters.
 
-    For each arm, the standard deviation of its differences to the base is divided by sqrt(2). The spread is the median
-    of this number over the arms.
-
     Args:
         store: The ledger.
         tasks: The tasks by the names that the plan gives them.
@@ -215,15 +213,32 @@ def spreads(store: Store, tasks: Mapping[str, Task]) -> list[Spread]:
             scores = scores_by_task(store, study).get(names[0]) if names else None
             if scores is None:
                 continue
-            paired = {arm: differences for arm in scores.others if len(differences := scores.differences(arm)) > 2}
-            if paired:
-                seeds = min(map(len, paired.values()))
-                by_arm = [list(scores.results[arm].values())[:seeds] for arm in (scores.base, *paired)]
-                source = f"study {study.address} in the ledger"
-                sd, correlation = paired_sd([*paired.values()]), seed_correlation(by_arm)
-                known.append(Spread(label, task.metric, sd, source, correlation))
+            found = spread_of(scores)
+            if found is not None:
+                sd, correlation = found
+                known.append(Spread(label, task.metric, sd, f"study {study.address} in the ledger", correlation))
                 break
     return known
+
+
+def spread_of(scores: Scores) -> tuple[float, float | None] | None:
+    """Returns the standard deviation of a seed's score and the correlation of seeds, of arms as a report compares them.
+
+    For each arm, the standard deviation of its differences to the base is divided by sqrt(2). The spread is the median
+    of this number over the arms.
+
+    Args:
+        scores: The scores of a study on a task.
+
+    Returns:
+        Both; None if no arm has three seeds beside the base's.
+    """
+    paired = {arm: differences for arm in scores.others if len(differences := scores.differences(arm)) > 2}
+    if not paired:
+        return None
+    seeds = min(map(len, paired.values()))
+    by_arm = [list(scores.results[arm].values())[:seeds] for arm in (scores.base, *paired)]
+    return paired_sd([*paired.values()]), seed_correlation(by_arm)
 
 
 def nearest_spreads(
