@@ -354,12 +354,14 @@ class Recorded(NamedTuple):
 
     Attributes:
         task: The task.
+        kind: The name under which the task is registered, by which a plan looks a spread up.
         steps: The steps of the base.
         table: The runs.
         spread: The standard deviation and the correlation of seeds' scores as a report has them; None if too few.
     """
 
     task: RecordedTask
+    kind: str
     steps: int
     table: Table
     spread: tuple[float, float | None] | None
@@ -396,7 +398,8 @@ def recorded_tables(ledger: Path, address: str) -> dict[str, Recorded]:
                     steps = trials[0].config["train"]["steps"]
                 seeds = min(len(by_seed) for by_candidate in runs.values() for by_seed in by_candidate)
                 runs = {arm: [by_seed[:seeds] for by_seed in by_candidate] for arm, by_candidate in runs.items()}
-                tables[name] = Recorded(task, steps, Table(task.maximize, runs), spread_of(compared[name]))
+                kind = study.spec["task"][name].get("task", name)
+                tables[name] = Recorded(task, kind, steps, Table(task.maximize, runs), spread_of(compared[name]))
     return tables
 
 
@@ -408,10 +411,10 @@ def summarize(out: dict[str, Any], names: Sequence[str]) -> None:
             group["figures"] = summary(table, trained_table(group, LONGER))
             group["tuned"] = len(group["candidates"]) > 1
     for ledger, address, tuned in LEDGERS:
-        for name, (task, steps, table, spread) in recorded_tables(ledger, address).items():
+        for name, (task, kind, steps, table, spread) in recorded_tables(ledger, address).items():
             out.setdefault("recorded", {})[f"{address} {name}"] = {
                 "study": address,
-                "task": task.name,
+                "task": kind,
                 "metric": task.metric,
                 "parameters": dict(task.parameters),
                 "steps": steps,

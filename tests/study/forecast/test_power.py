@@ -39,6 +39,7 @@ from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import arm_records, provenance
 from deltalab.study.specs.study_file import load_study
 from deltalab.study.workers.train_stack import failed
+from deltalab.tasks import BUILTIN
 
 SEVEN = {f"lr_{i}": {"train": {"lr": i / 1000}} for i in range(1, 8)}
 SPLITS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
@@ -221,6 +222,10 @@ def test_the_nearest_measured_spread_counts_and_says_what_differs() -> None:
 
 def test_a_task_that_was_not_measured_has_no_shipped_spread() -> None:
     assert nearest_spreads({"mine": get_task("image_folder", folder=pictures())}, {"mine": 100}, shipped()) == []
+
+
+def test_every_shipped_spread_is_of_a_task_that_a_plan_can_have() -> None:
+    assert {spread.task for spread in shipped()} - set(BUILTIN) == set()
 
 
 @pytest.mark.parametrize("study", sorted(file.stem for file in (ROOT / "studies").glob("*.yaml")))
