@@ -25,6 +25,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "RunsAlone": {},
     "Drops": {},
     "make": {"depth": 1},
+    "Remembers": {},
+    "Writes": {},
 }
 BROKEN = {
     "Peeks": "causality",
@@ -35,6 +37,7 @@ BROKEN = {
     "Slopes": "gradients",
     "Rounds": "precisions",
     "Leaks": "packing",
+    "Forgets": "decoding",
     "Draws": "starts",
     "Wide": "runs",
     "Divides": "runs",
@@ -64,9 +67,11 @@ def module() -> Callable[..., OwnModule]:
 def test_a_good_module_passes(name: str, module: Callable[..., OwnModule]) -> None:
     results = check_module(module(name, **GOOD[name]))
     assert [result.message for result in results if not result.passed] == []
-    assert len(results) == 9
+    assert len(results) == 10
     alone = "its runs train one by one" in results[0].message
     assert alone == (name == "RunsAlone")
+    [decoding] = [result for result in results if result.name == "decoding"]
+    assert (decoding.figure is not None) == (name in ("Remembers", "Writes"))
 
 
 @pytest.mark.parametrize("name", BROKEN)

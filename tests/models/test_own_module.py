@@ -113,6 +113,10 @@ def test_costs_are_counted() -> None:
     assert costs.cache.state == 3 * 3 * 8
     assert costs.flops_per_token == pytest.approx(3 * 2 * (2 * 8 * 8 + 8 * 4), rel=0.1)
     assert dead_parameters(spec, 40) == 0
+    lstm = {"module": "torch.nn.LSTM", "kwargs": {"input_size": 8, "hidden_size": 8, "batch_first": True}}
+    assert CostCounter().costs(ModelSpec.of({"mixer": lstm, **SIZES}), 40).cache.state == 2 * (8 + 8)
+    assert CostCounter().costs(ModelSpec.of({"mixer": "own.py:Remembers", **SIZES}), 40).cache.state == 2 * 8
+    assert CostCounter().costs(ModelSpec.of({"mixer": "own.py:Writes", **SIZES}), 40).cache.state == 2 * 2 * 40 * 8
     unknown = CostCounter().costs(ModelSpec.of({"mixer": "own.py:make", **SIZES}), 40)
     assert unknown.cache.state != unknown.cache.state  # not known
 

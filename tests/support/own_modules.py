@@ -1,5 +1,7 @@
 """Modules of strangers: some that a study may take, and some that each break one thing."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,6 +47,23 @@ class Attends(nn.Module):
         return y
 
 
+class Writes(nn.Module):
+    """Attention with one head, which writes keys and values into a cache of transformers."""
+
+    def __init__(self, dim: int, layer_idx: int | None = None) -> None:
+        super().__init__()
+        self.qkv, self.layer_idx = nn.Linear(dim, 3 * dim, bias=False), layer_idx
+
+    def forward(self, x: Tensor, past_key_values: Any = None, use_cache: bool = False) -> tuple[Tensor, None]:
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        tokens = torch.arange(k.shape[2])
+        seen = tokens[-x.shape[1] :, None] >= tokens
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights @ v)[:, 0], None
+
+
 class RunsAlone(nn.Module):
     """vmap takes no LSTM of torch."""
 
@@ -60,6 +79,19 @@ class RunsAlone(nn.Module):
 def make(dim: int, depth: int = 2) -> nn.Module:
     """A function that makes a module."""
     return nn.Sequential(*(nn.Linear(dim, dim) for _ in range(depth)))
+
+
+class Remembers(nn.Module):
+    """Sums its inputs, and takes the sum of the tokens before."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = self.linear(x).tanh().cumsum(1)
+        y = y if state is None else y + state
+        return y, y[:, -1:]
 
 
 class _Linear(nn.Module):
@@ -122,6 +154,14 @@ class Rounds(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         z = self.linear(x)
         return ((z + 1000).to(z.dtype) - 1000).float() if z.dtype == torch.bfloat16 else z
+
+
+class Forgets(Remembers):
+    """Returns a cache of the last call alone."""
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, _ = super().forward(x, state)
+        return y, super().forward(x)[1]
 
 
 class Leaks(Attends):

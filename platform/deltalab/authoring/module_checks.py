@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 
 from deltalab.authoring.check import Check, CheckResult, Measurement, Note, run_checks, told_once
 from deltalab.errors import InputError, WrongRules
-from deltalab.models.parts.module_layer import ModuleLayer
+from deltalab.models.parts.module_layer import ModuleLayer, cache_argument, decoded
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import initialize
 from deltalab.own_module import OwnModule
@@ -24,6 +24,10 @@ LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100, 128, 129, 200)
 LONGEST = max(LENGTHS)
 PLACES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 199)
 """Tokens that are changed, for causality."""
+PROMPTS = (1, 3, 63)
+"""The tokens that are read at once before others follow one by one."""
+DECODED = 6
+"""The tokens that follow one by one."""
 OPTIONS = {"d_model": 64, "heads": 2}
 """The settings of the model in which `deltalab module check` tries a module, unless the caller gives others."""
 PATCHES = (1, LONGEST, 1)
@@ -131,6 +135,28 @@ def prefixes(subject: Subject) -> Iterator[Measurement]:
         yield Measurement(
             _apart(alone, y[:, :length]) / subject.exact,
             f"the error of {length} tokens alone against the first of {LONGEST}, in units of rounding,",
+        )
+
+
+@torch.no_grad()
+def decoding(subject: Subject) -> Iterator[Measurement | Note]:
+    """Measures tokens one by one, by the module's own cache, against all tokens at once."""
+    layer, x = subject.layer().eval(), subject.inputs()
+    name = cache_argument(layer.inner)
+    if name is None:
+        yield Note("its forward takes no cache, so that each new token reads all tokens again")
+        return
+    for prompt in PROMPTS:
+        stop = prompt + DECODED
+        try:
+            with torch.autocast(subject.device, torch.bfloat16, subject.device != "cpu"):
+                y, _ = decoded(layer.inner, x[:, :stop].split([prompt, *[1] * DECODED], dim=1))
+        except Exception as error:  # the argument may mean something else
+            yield Note(f"tokens one by one by `{name}` could not be tried: {type(error).__name__}: {error!s:.200}")
+            return
+        yield Measurement(
+            _apart(torch.cat(y, dim=1).float(), subject.called(layer, x[:, :stop])) / subject.exact,
+            f"the error of {DECODED} tokens one by one by `{name}`, after {prompt} at once, in units of rounding,",
         )
 
 
@@ -384,12 +410,18 @@ CHECKS: tuple[Check[Subject], ...] = (
     Check("gradients", gradients, 1.0, "a custom backward is wrong, or a part is detached"),
     Check("precisions", precisions, 0.1, "a part needs fp32: compute it in fp32, whatever autocast says"),
     Check("packing", packing, _ROUNDING, "a sequence reads the one before it: `cu_seqlens` is not used everywhere"),
+    Check(
+        "decoding",
+        decoding,
+        _ROUNDING,
+        "its cache lacks what later tokens need, or its forward does not read it; studies use no cache of a module",
+    ),
     Check("starts", starts, _ROUNDING / 2, "the start draws from another generator than torch's"),
 )
 
 
-OF_CAUSAL = ("causality", "prefixes", "packing")
-"""The checks of causal modules alone: an image is whole, and is not packed."""
+OF_CAUSAL = ("causality", "prefixes", "packing", "decoding")
+"""The checks of causal modules alone: an image is whole, is not packed, and nothing follows it."""
 OF_OTHERS = ("reach",)
 """The check of modules that are not causal alone."""
 QUICK = ("causality", "reach", "rows", "repetition")

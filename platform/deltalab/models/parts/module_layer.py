@@ -1,11 +1,13 @@
 """Any module as a layer of a model, with the interface of `RuleLayer`."""
 
+import copy
+import importlib
 import inspect
 import itertools
 import math
 import re
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,12 @@ from deltalab.own_module import OwnModule
 
 OF_A_GPU = re.compile("triton|cuda|nvidia|active drivers", re.IGNORECASE)
 """What errors say that a machine without a GPU raises."""
+
+FILLED = ("past_key_values", "past_key_value")
+"""The arguments of transformers and flash-linear-attention for a cache, an object that a layer writes into."""
+
+CACHES = (*FILLED, "cache", "state", "initial_state", "hx", "hidden_state", "memory")
+"""The arguments by which modules take a cache. All but `FILLED` take what an earlier call returned after y."""
 
 
 class ModuleLayer(Remade):
@@ -100,10 +108,13 @@ class ModuleLayer(Remade):
         return torch.cat(new, dim=0 if packed is None else 1), _cache(whole)
 
     def cache_size(self, cache: LayerCache) -> CacheSize:
-        """Returns what the module says of its state: `state_size(length)`, or `state_size()`; else it is not known."""
+        """Returns what the module says of its state, `state_size(length)` or `state_size()`, or what its cache holds.
+
+        Of a module that has neither, the state is not known.
+        """
         count, tails = getattr(self.inner, "state_size", None), sum(part.numel() for part in cache.tails)
         if not callable(count):
-            return CacheSize(math.nan, 0, tails)
+            return CacheSize(self._held(_pasts(cache)), 0, tails)
         length = sum(past.shape[1] for past in _pasts(cache))
         kinds = {parameter.kind for parameter in inspect.signature(count).parameters.values()}
         if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:
@@ -111,6 +122,72 @@ class ModuleLayer(Remade):
         else:  # layers of zoology and flash-linear-attention take any keywords
             size = float(count(sequence_length=length) if inspect.Parameter.VAR_KEYWORD in kinds else count())
         return CacheSize(size, 0, tails)
+
+    @torch.no_grad()
+    def _held(self, pasts: list[Tensor]) -> float:
+        """Counts what the module's own cache holds after inputs [1, T, d] of each sequence; NaN if it takes none."""
+        if cache_argument(self.inner) is None:
+            return math.nan
+        try:
+            return float(sum(part.numel() for past in pasts for part in _tensors(decoded(self.inner, [past])[1])))
+        except Exception:  # the argument means something else: what the module holds is not known
+            return math.nan
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Returns the argument by which a module's forward takes a cache, one of `CACHES` that may be left out; or None."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in parameters and parameters[name].default is None), None)
+
+
+def decoded(module: nn.Module, parts: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
+    """Runs a copy of a module in evaluation on parts of a sequence, each with the cache of the parts before.
+
+    Args:
+        module: A module that has a `cache_argument`.
+        parts: The parts of x, [B, T, d] each.
+
+    Returns:
+        The output of each part, and the last cache.
+
+    Raises:
+        InputError: A call returns no cache.
+    """
+    name = cache_argument(module)
+    assert name is not None
+    module, cache = copy.deepcopy(module).eval(), None
+    more = {"use_cache": True} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    if name in FILLED:
+        if getattr(module, "layer_idx", 0) is None:  # a cache holds each layer's part under its number
+            vars(module)["layer_idx"] = 0
+        cache = _empty(module)
+    outputs = []
+    for x in parts:
+        given = module(x, **({} if cache is None else {name: cache}), **more)
+        if name not in FILLED:
+            cache = given[-1] if isinstance(given, tuple | list) and len(given) > 1 else None
+        if not _tensors(cache):
+            raise InputError(f"its forward takes `{name}`, but a call leaves no cache")
+        outputs.append(given[0] if isinstance(given, tuple | list) else given)
+    return outputs, cache
+
+
+def _empty(module: nn.Module) -> Any:
+    """Makes an empty cache, of flash-linear-attention for its layers, else of transformers."""
+    if type(module).__module__.startswith("fla."):
+        return importlib.import_module("fla.models.utils").Cache()
+    return importlib.import_module("transformers").DynamicCache()
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    """Lists the tensors in a cache: a tensor, a collection of such, or an object with such attributes."""
+    if isinstance(held, Tensor):
+        return [held] if held.numel() else []
+    if isinstance(held, Mapping):
+        return _tensors([*held.values()])
+    if isinstance(held, list | tuple):
+        return [part for one in held for part in _tensors(one)]
+    return [] if held is None or isinstance(held, type | nn.Module) else _tensors(getattr(held, "__dict__", None))
 
 
 def _takes_packed(module: nn.Module) -> bool:
