@@ -15,7 +15,7 @@ from deltalab.errors import InputError
 from deltalab.tasks import Task
 from deltalab.tasks.proxies.physics.brevo import Brevo
 from deltalab.tasks.proxies.physics.depo import Depo
-from deltalab.tasks.proxies.physics.lano import Lano, tables
+from deltalab.tasks.proxies.physics.lano import Lano, ceiling, tables
 from deltalab.tasks.proxies.physics.mano import Mano
 
 
@@ -168,6 +168,36 @@ def test_few_strings_have_two_starts(grammar: int, least: float, most: float) ->
         assert label - 5 in found
         several += len(found) > 1
     assert least <= several / 400 <= most
+
+
+def test_the_inputs_decide_all_but_a_grammar() -> None:
+    assert {task.ceiling for task, *_ in CASES if task.name != "lano"} == {1.0}
+    assert Lano(levels=3).ceiling == pytest.approx(1, abs=0.01)
+
+
+def derived(rules: list[torch.Tensor], symbol: int) -> Counter[tuple[int, ...]]:
+    """The probability of each string that a symbol becomes, by all derivations."""
+    if not rules:
+        return Counter({(symbol,): 1.0})
+    found = Counter[tuple[int, ...]]()
+    for side in rules[0][symbol].tolist():
+        strings = Counter({(): 0.5})
+        for part in [part for part in side if part >= 0]:
+            ends = derived(rules[1:], part)
+            strings = Counter({a + b: p * q for a, p in strings.items() for b, q in ends.items()})
+        found.update(strings)
+    return found
+
+
+@pytest.mark.parametrize(("grammar", "starts"), [(0, 4), (1, 4), (2, 9)])
+def test_the_ceiling_of_a_grammar_is_that_of_all_its_strings(
+    grammar: int, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltalab.tasks.proxies.physics.lano.STRINGS", 2000)
+    rules = tables(grammar, 2, starts, torch.device("cpu"))
+    from_start = [derived(rules, start) for start in range(starts)]
+    best = sum(max(found[string] for found in from_start) for string in set().union(*from_start)) / starts
+    assert ceiling.__wrapped__(grammar, 2, starts) == pytest.approx(best, abs=0.02)
 
 
 def test_no_two_rules_of_a_level_have_one_right_side() -> None:

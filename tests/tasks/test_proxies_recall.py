@@ -87,6 +87,7 @@ IDS = [f"{task.name}_{i}" for i, (task, *_) in enumerate(CASES)]
 @pytest.mark.parametrize(("task", "oracle", "pinned"), CASES, ids=IDS)
 def test_the_inputs_give_every_answer(task: Task, oracle: Oracle, pinned: str) -> None:
     assert_solved(task, oracle)
+    assert task.ceiling == 1.0
 
 
 @pytest.mark.parametrize(("task", "oracle", "pinned"), CASES, ids=IDS)

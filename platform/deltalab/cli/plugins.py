@@ -276,11 +276,14 @@ def task_show(
             "metric": shown_task.metric,
             "maximize": shown_task.maximize,
             "chance": shown_task.chance,
+            "ceiling": shown_task.ceiling,
             "vocab_size": shown_task.vocab_size,
             "parameters": asdict(shown_task),
             "inputs": batch.inputs[0].tolist(),
             "targets": batch.targets[0].tolist(),
         }
+        if facts["ceiling"] is None and not as_json:
+            facts["ceiling"] = "not stated"
         print(json.dumps(facts) if as_json else "\n".join(f"{key}: {value}" for key, value in facts.items()))
 
 

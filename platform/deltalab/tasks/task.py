@@ -103,6 +103,13 @@ class Task(ABC):
             """T, the number of tokens in a sequence."""
 
         @property
+        def ceiling(self) -> float | None:
+            """The best `metric` that any model can have, whatever noise the answers have; None where it is not stated.
+
+            Without noise, where the inputs decide every answer, it is that of right answers alone.
+            """
+
+        @property
         def train_examples(self) -> int | None:
             """The number of examples that a seed trains on; None if every example is new.
 
@@ -119,6 +126,7 @@ class Task(ABC):
             """
 
     else:
+        ceiling = None
         train_examples = None
         patches = None
 

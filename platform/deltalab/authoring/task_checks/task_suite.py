@@ -94,6 +94,11 @@ def _is_count(value: object) -> bool:
 def declaration(task: Task) -> Iterator[Measurement]:
     """Checks the types and values of what the task declares."""
     chance = isinstance(task.chance, int | float) and math.isfinite(task.chance)
+    ceiling = task.ceiling is None or (
+        isinstance(task.ceiling, int | float)
+        and math.isfinite(task.ceiling)
+        and (task.ceiling > task.chance if task.maximize else task.ceiling < task.chance)
+    )
     labels = [*task.evaluations()]
     yield from _mismatches(
         [
@@ -101,6 +106,7 @@ def declaration(task: Task) -> Iterator[Measurement]:
             ("`metric` (a word)", task.metric, isinstance(task.metric, str) and task.metric.isidentifier()),
             ("`maximize` (True or False)", task.maximize, isinstance(task.maximize, bool)),
             ("`chance` (a finite number)", task.chance, chance),
+            ("`ceiling` (a finite number better than `chance`, or None)", task.ceiling, ceiling),
             ("`vocab_size` (a whole number of at least 1)", task.vocab_size, _is_count(task.vocab_size)),
             ("`length` (a whole number of at least 1)", task.length, _is_count(task.length)),
             ("`fingerprint()` (a string)", task.fingerprint(), isinstance(task.fingerprint(), str)),

@@ -12,12 +12,18 @@ from deltalab.tasks.task import Batch, Task, surprisal
 class Proxy(Task):
     """A task whose metric is accuracy, the share of right answers among all scored tokens.
 
-    The share of right answers in each of `kinds` is a metric of its own.
+    The share of right answers in each of `kinds` is a metric of its own. The inputs decide every answer, so that the
+    best accuracy is 1, unless a task says otherwise.
     """
 
     metric: ClassVar[str] = "accuracy"
     maximize: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
+
+    @property
+    def ceiling(self) -> float:
+        """The best accuracy that any model can have."""
+        return 1.0
 
     def kinds(self, batch: Batch) -> dict[str, Tensor]:
         """Returns, for each further metric, which of the N scored answers it counts, bool [N]."""
