@@ -27,6 +27,7 @@ from deltalab.export.recipe import (
     named_settings,
     no_context,
     no_graphs,
+    no_graphs_of,
     read_recipe,
 )
 from deltalab.export.retrain import load_rules
@@ -135,6 +136,8 @@ def prepare(
     require_own_code(folder)
     load_rules(folder)
     model = ModelSpec.of({name: value for name, value in config.items() if name in ModelSpec.__dataclass_fields__})
+    if _asked(given).get("graphs") and (why := no_graphs_of(model)):
+        raise InputError(f"--set graphs: {why}: leave it out")
     if why := no_context(model, recipe, engine):
         raise InputError(why)
     if recipe["optimizer"]["name"] == "muon" and model.width_share != 1:

@@ -274,7 +274,7 @@ def check_setting(key: str, value: object, *, where: str) -> None:
 
 
 def no_graphs(settings: Mapping[str, Any], engine: str, gpus: float) -> str | None:
-    """Returns why no CUDA graphs are replayed in a training; None if they are.
+    """Returns why no CUDA graphs are replayed in a training of any model; None if they are.
 
     Args:
         settings: The settings by dotted key, at least those that differ from their defaults.
@@ -287,6 +287,11 @@ def no_graphs(settings: Mapping[str, Any], engine: str, gpus: float) -> str | No
         if settings.get(key) == value:
             return f"there are no CUDA graphs with {key}: {str(value).lower()}"
     return None if gpus == 1 else f"only a training on one GPU replays CUDA graphs, and this one has {gpus:g}"
+
+
+def no_graphs_of(model: ModelSpec) -> str | None:
+    """Returns why the blocks of a model are not replayed as CUDA graphs; None if they are."""
+    return None if model.more_than_x is None else f"there are no CUDA graphs with model.{model.more_than_x}"
 
 
 def no_context(model: ModelSpec, settings: Mapping[str, Any], engine: str) -> str | None:

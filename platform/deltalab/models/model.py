@@ -303,7 +303,7 @@ class Model(Started):
         with attention over depth, with a balance loss of experts, with a value residual, and for a forward pass that
         comes before the backward pass of the last forward pass.
         """
-        if not self.spec.attention_residuals and not self.spec.balances and not self.spec.value_residual:
+        if self.spec.more_than_x is None:
             self.graphs = BlockGraphs(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -495,6 +495,16 @@ class ModelSpec:
         return self.experts is not None and self.experts["balance"] > 0
 
     @property
+    def more_than_x(self) -> str | None:
+        """The setting by which blocks hand on more than x, to one another or to the loss; None if there is none."""
+        handed = {
+            "attention_residuals": self.attention_residuals,
+            "experts.balance": self.balances,
+            "value_residual": self.value_residual,
+        }
+        return next((name for name, given in handed.items() if given), None)
+
+    @property
     def own_qk_heads(self) -> int:
         """The number of heads that have their own q."""
         return self.qk_heads or (1 if self.block == "mamba" else self.heads)

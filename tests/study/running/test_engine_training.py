@@ -105,6 +105,14 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
             "engine.settings.graphs: there are no CUDA graphs with batch.documents: reset",
         ),
         (
+            {
+                "engine": {"name": "torchtitan", "settings": {"graphs": True}},
+                "resources": {"gpu": 1},
+                "arms": {"mine": {"model": {"attention_residuals": 1}}},
+            },
+            "arms.mine: engine.settings.graphs: there are no CUDA graphs with model.attention_residuals: leave it out",
+        ),
+        (
             {"engine": {"name": "torchtitan", "processes": 3, "settings": {"context_parallel": 2}}},
             "base: engine.settings.context_parallel 2 must divide the number of processes, 3",
         ),

@@ -12,7 +12,7 @@ from deltalab.evaluation.needle import no_room
 from deltalab.evaluation.needle_questions import KINDS, questions
 from deltalab.evaluation.results import OWN
 from deltalab.evaluation.suites.suite import chosen, lengths_of, suites_among
-from deltalab.export.recipe import no_context
+from deltalab.export.recipe import no_context, no_graphs_of
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.plan import Plan
 from deltalab.tasks import Task
@@ -49,6 +49,8 @@ def refuse_what_no_engine_trains(plan: Plan) -> None:
                 text = text.replace(key, f"engine.settings.{key}")
             raise InputError(f"{where}: {text}") from None
         model = ModelSpec.of({**arm.config["model"], "rule": arm.config["rule"]})
+        if engine.settings.get("graphs") and (why := no_graphs_of(model)):
+            raise InputError(f"{where}: engine.settings.graphs: {why}: leave it out")
         if why := no_context(model, engine.settings, engine.name):
             raise InputError(f"{where}: engine.settings.{why}")
 
