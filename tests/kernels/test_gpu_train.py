@@ -72,6 +72,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "attention over depth": {"rule": "gated_deltanet", "attention_residuals": 2},
     "experts": {"rule": "gated_deltanet", "experts": {"count": 4}},
     "latents": {"rule": "attention", "rope": True, "kv_rank": 16, "q_rank": 16, "rope_dim": 8, "conv": 0},
+    "canon layers": {"rule": "gated_deltanet", "canon": ["A", "B", "C", "D"]},
+    "canon layer B alone": {"rule": "gated_deltanet", "canon": ["B"], "conv": 0},
+    "values of the first layer": {"rule": "gated_deltanet", "value_residual": {}},
+    "two rules side by side": {"rule": "mamba2", "beside": {"name": "attention", "window": 24}},
+    "gated attention": {"rule": "attention", "rope": True, "conv": 0, "output_norm": False},
+    "layers of two sizes": {
+        "rule": "gated_deltanet", "layers": ["rule", {"name": "rule", "layer": {"heads": 4, "mlp_width": 96}}],
+    },
     "capped logits": {"rule": "gated_deltanet", "logit_cap": 10.0},
     "two softmaxes": {"rule": "differential_attention", "conv": 0},
     "blocks of RWKV-7": {

@@ -49,6 +49,17 @@ def test_attention_is_the_sum_over_its_window(window: int, length: int, past: in
     torch.testing.assert_close(*map(list, grads), rtol=1e-9, atol=1e-9)  # type: ignore[misc]
 
 
+def test_gated_attention_is_its_statement() -> None:
+    """W_o (sigmoid(W_g x) * heads), arXiv:2505.06708."""
+    layer = RuleLayer("attention", D, 2, key_dim=K, conv=0, output_norm=False, output_gate="sigmoid").double()
+    assert layer.gate is not None
+    x = normal(2, T, D)
+    q, k, v = (part.unflatten(-1, (2, K)).transpose(1, 2) for part in (x @ layer.qkv.weight.T).chunk(3, -1))
+    heads = attention_loop(q, k, v, 0, K**-0.5).transpose(1, 2).flatten(2)
+    want = ((x @ layer.gate.weight.T).sigmoid() * heads) @ layer.out.weight.T
+    torch.testing.assert_close(layer(x), want)
+
+
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that an operator returned."""
 

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,11 +119,20 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "script"), [("torchtitan", TORCHTITAN), ("accelerate", ACCELERATE)])
-def test_gates_learn_in_fp32_beside_matrices_in_bf16(engine: str, script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "script", "spec"),
+    [
+        ("torchtitan", TORCHTITAN, SPEC),
+        ("accelerate", ACCELERATE, SPEC),
+        ("torchtitan", TORCHTITAN, replace(SPEC, value_residual={})),
+        ("accelerate", ACCELERATE, replace(SPEC, value_residual={"rank": 2})),
+    ],
+    ids=["torchtitan", "accelerate", "torchtitan-values", "accelerate-values"],
+)
+def test_gates_learn_in_fp32_beside_matrices_in_bf16(engine: str, script: str, spec: ModelSpec, tmp_path: Path) -> None:
     if find_spec(engine) is None:
         pytest.skip(f"needs {engine}")
-    (tmp_path / "config.json").write_text(json.dumps(asdict(SPEC)))
+    (tmp_path / "config.json").write_text(json.dumps(asdict(spec)))
     (tmp_path / "recipe.yaml").write_text("{}")
     (tmp_path / "train.py").write_text(COMMON + script)
     world, port = 2, free_port()
