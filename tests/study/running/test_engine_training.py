@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from tests.support.drivers import Executed
 
 from deltalab.engines.deltalab_train import launcher
 from deltalab.errors import InputError
@@ -404,7 +405,56 @@ def test_the_engine_trains_by_the_recipe_of_a_paper_for_as_many_operations(packe
         assert max(point.step for point in store.curves(1, "text", "loss", "train")) == steps
     notes = open_report("s", db=db).notes
     assert any(f"1.7e+08 on text, in {steps} steps" in note for note in notes)
-    assert any("all arms have the learning rate of recipe rla, unless an arm sets its own" in note for note in notes)
+    assert any("all arms have the learning rate of recipe rla, 0.0003. " in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "all arms have the learning rate of the file, 0.02. "),
+        (
+            {"arms": {"comba": {"rule": "comba", "train": {"lr": 0.01}}}},
+            "other arms have the learning rate of the file, 0.02; comba has 0.01. ",
+        ),
+        (
+            {"arms": {"comba": {"rule": "comba", "train": {"lr": 1e-3}}}, **OF_RECIPE},
+            "other arms have the learning rate of recipe rla, 0.0003; comba has 0.001. ",
+        ),
+        (
+            {"tune": {"train.lr": {"choice": [0.01, 0.02, 0.04]}, "trials": 3}},
+            "3 learning rates were swept at this size, 0.01 to 0.04. ",
+        ),
+        (
+            {"tune": {"train.lr": {"choice": [0.01, 0.02]}, "trials": 2}, "scales": {"model.d_model": [8, 16]}},
+            "2 learning rates were swept at each size, 0.01 to 0.02. ",
+        ),
+        (
+            {"scales": {"model.d_model": [8, 16], "transfer": "mup"}},
+            "all arms have the learning rate of the file, 0.02 at width 16, which mup scales. ",
+        ),
+        (
+            {
+                "arms": {},
+                "ablate": [],
+                "search": {
+                    "train.lr": {"choice": [0.01, 0.02]},
+                    "rule": {"choice": ["comba", "gla", "deltanet", "mamba2"]},
+                    "trials": 8,
+                },
+            },
+            "2 learning rates were swept at this size, 0.01 to 0.02. ",
+        ),
+    ],
+    ids=["file", "own", "recipe", "tune", "tune at sizes", "mup", "search"],
+)
+def test_the_report_says_which_learning_rates_the_arms_had(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    Executed(monkeypatch)
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(study(packed, **{"compare": {}, **changes})))
+    run_study_file(tmp_path / "s.yaml", db=tmp_path / "lab.db", executor="inline", unchecked=True)
+    (note,) = [note for note in open_report("s", db=tmp_path / "lab.db").notes if "was trained by" in note]
+    assert note.partition("; ")[2].startswith(said)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deltalab.statistics.joint_test import ALPHA, Outcome, smallest_p
 from deltalab.statistics.looks import IN_ALL, left_error
@@ -373,7 +373,7 @@ def answer_notes(
         f"Whole study: if no arm differed from {against or 'the base'}, at most {100 * most:.3g}% of such studies "
         f"would find a difference{' on a task' if has_headline else ''}"
         + (f", {100 * error:.3g}% on each task; family: study keeps to it." if families > 1 else "."),
-        *_about_engine(spec),
+        *_about_engine(ledger),
         *_about_flops(ledger),
         *_about_seconds(ledger),
         *_about_headline(ledger, has_headline),
@@ -398,18 +398,40 @@ def _about_test(spec: RecordedSpec, family: str, against: str | None) -> str:
     )
 
 
-def _about_engine(spec: RecordedSpec) -> Iterator[str]:
+def _about_engine(ledger: RecordedScores) -> Iterator[str]:
     """Yields what trained the runs, and where their learning rates come from, of a study with an engine."""
-    if not (engine := spec.values.get("engine")):
-        return
-    source = f"recipe {recipe}" if (recipe := engine.get("recipe")) else "the file"
-    rates = f"all arms have the learning rate of {source}, unless an arm sets its own"
-    if spec.is_tuned and "train.lr" in spec.tuned:
-        rates = "learning rates were swept at this size"
-    elif spec.is_ladder and spec.scales.transfer == "mup":
-        of_recipe = f"{source} at " if recipe else ""
-        rates = f"learning rates are those of {of_recipe}the smallest width, which mup scales"
-    yield f"Each run was trained by {engine['name']}; {rates}. Its weights were measured on the test split by deltalab."
+    trials = [trial for trial in ledger.trials if trial.stage == "confirm"]
+    if trials and (engine := ledger.spec.values.get("engine")):
+        rates = _rates(ledger.spec, trials, engine.get("recipe"))
+        trained = f"Each run was trained by {engine['name']}"
+        yield f"{trained}; {rates}. Its weights were measured on the test split by deltalab."
+
+
+def _rates(spec: RecordedSpec, trials: Sequence[TrialRow], recipe: str | None) -> str:
+    """Says which learning rates trials had, and whether a sweep, a recipe or the file gave them, and at which width."""
+    by_arm: dict[str, set[float]] = {}
+    for trial in trials:
+        by_arm.setdefault(trial.arm, set()).add(trial.config["train"]["lr"])
+    if "train.lr" in spec.tuned:
+        tried = set[float]().union(*by_arm.values())
+        return f"{len(tried)} learning rates were swept at {'each' if spec.is_ladder else 'this'} size, {_span(tried)}"
+    transferred = spec.is_ladder and spec.scales.transfer == "mup"
+    of_width = f" at width {trials[0].config['model']['base_width']}, which mup scales" if transferred else ""
+    own = {arm: rates for arm, rates in by_arm.items() if not rates <= by_arm.get("base", rates)}
+    of_base = set[float]().union(*(rates for arm, rates in by_arm.items() if arm not in own))
+    source, rest = f"recipe {recipe}" if recipe else "the file", [f"{arm} has {_span(own[arm])}" for arm in own]
+    first = f"{'other' if own else 'all'} arms have the learning rate of {source}, {_span(of_base)}{of_width}"
+    return "; ".join([first, *rest])
+
+
+def _span(values: Collection[float]) -> str:
+    """Returns a number, or the least and the largest of several.
+
+    Examples:
+        >>> _span({0.002}), _span({0.002, 0.001, 0.004})
+        ('0.002', '0.001 to 0.004')
+    """
+    return " to ".join(f"{end:g}" for end in sorted({min(values), max(values)}))
 
 
 def _about_flops(ledger: RecordedScores) -> Iterator[str]:
