@@ -177,6 +177,18 @@ def test_an_engine_logs_the_rates_of_the_schedule(
         assert rates == pytest.approx([study.learning_rate(step) for step in range(8)], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"schedule": "linear", "final": 0.1}, {"schedule": "wsd"}, {"schedule": "wsd", "stable": 0.5, "decay": "sqrt"}],
+    ids=str,
+)
+def test_a_recipe_has_the_schedule_of_the_study(given: dict[str, Any]) -> None:
+    study = TrainSpec(steps=40, batch_size=1, lr=0.02, warmup=0.25, evaluations=1, **given)
+    recipe = with_defaults(make_recipe(study, LENGTH, SEED, "a test"))
+    rates = [study.learning_rate(step) for step in range(40)]
+    assert [0.02 * rate_factor(recipe, step) for step in range(40)] == pytest.approx(rates, rel=1e-12)
+
+
 @pytest.mark.parametrize("experts", [None, {"count": 4, "top": 2}])
 def test_muon_of_parameters_moves_a_model_as_that_of_rows(experts: dict[str, int] | None) -> None:
     model = build_model(ModelSpec.of({**vars(SPEC), "experts": experts}), seed=1)

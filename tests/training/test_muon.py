@@ -109,13 +109,15 @@ def test_what_does_not_go_together() -> None:
         ({"schedule": "linear", "final": 0.1}, [0.1, 1.0, 1.0, 0.55, 0.1]),
         ({"schedule": "constant"}, [0.1, 1.0, 1.0, 1.0, 1.0]),
         ({"schedule": "wsd"}, [0.1, 1.0, 1.0, 1.0, 0.0]),
+        ({"schedule": "wsd", "stable": 0.5, "decay": "sqrt"}, [0.1, 1.0, 1.0, 0.684, 0.0]),
+        ({"schedule": "wsd", "stable": 0.5, "decay": "cosine", "final": 0.2}, [0.1, 1.0, 1.0, 0.98, 0.2]),
     ],
     ids=str,
 )
 def test_schedules(given: dict[str, object], rates: list[float]) -> None:
     spec = TrainSpec(steps=100, batch_size=1, lr=1.0, **given)  # type: ignore[arg-type]
     assert [round(spec.learning_rate(step), 3) for step in (0, 9, 10, 55, 100)] == rates
-    if given["schedule"] == "wsd":
+    if given == {"schedule": "wsd"}:
         assert [round(spec.learning_rate(step), 3) for step in (89, 90, 95)] == [1.0, 1.0, 0.5]
     if given["schedule"] == "constant":
         with pytest.raises(InputError, match=r"train\.final has no effect on a constant schedule"):

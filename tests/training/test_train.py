@@ -499,6 +499,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"betas": [0.9, "x"]}, "train.betas"),
     ({"precision": "fp16"}, "train.precision"),
     ({"device": "gpu"}, "did you mean 'cpu'"),
+    ({"schedule": "wsd", "stable": 1.5}, "train.stable must be a finite number from 0 to 1"),
+    ({"schedule": "wsd", "decay": "sqr"}, "did you mean 'sqrt'"),
+    ({"stable": 0.8}, "train.stable has no effect on a cosine schedule, only on wsd"),
+    ({"schedule": "linear", "decay": "sqrt"}, "train.decay has no effect on a linear schedule, only on wsd"),
 ]
 
 

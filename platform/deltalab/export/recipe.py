@@ -59,6 +59,7 @@ def make_recipe(train: TrainSpec, length: int, seed: int, origin: str) -> dict[s
             "kind": train.schedule,
             "warmup_steps": round(train.warmup * train.steps),
             "final": train.final,
+            **({"stable": train.stable, "decay": train.decay} if train.schedule == "wsd" else {}),
         },
         "clip": train.clip,
         **({"z_loss": train.z_loss} if train.z_loss else {}),

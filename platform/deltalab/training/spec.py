@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from deltalab.errors import InputError, unknown
 from deltalab.gates import Gate
 from deltalab.models.spec import LATER, ModelSpec
-from deltalab.training.schedule import learning_rate
+from deltalab.training.schedule import DECAYS, STABLE, learning_rate
 
 MOST = {"steps": 10**9, "batch_size": 2**20, "evaluations": 10**5, "eval_batches": 10**6}
 """The largest value of each whole number in `TrainSpec`."""
@@ -21,10 +21,11 @@ CHOICES = {
     "precision": ("auto", "fp32", "bf16"),
     "device": ("auto", "cpu", "cuda"),
     "schedule": ("cosine", "linear", "constant", "wsd"),
+    "decay": DECAYS,
 }
 """The settings that take one of a few words, with these words."""
 
-OF_A_ROW = ("lr", "weight_decay", "warmup", "clip", "betas", "schedule", "final")
+OF_A_ROW = ("lr", "weight_decay", "warmup", "clip", "betas", "schedule", "final", "stable", "decay")
 """The settings that trials of one stack may each have their own."""
 
 
@@ -43,8 +44,10 @@ class TrainSpec:
         clip: The largest norm of the gradient; 0 for no limit.
         betas: The betas of AdamW.
         schedule: How the learning rate falls after the warm-up: cosine, linear, constant, or wsd (warm-up, stable,
-            decay: constant, and linear over the last tenth of the steps).
+            decay: constant, and falling over the last of the steps).
         final: The share of lr at which the decay ends; without effect on `constant`.
+        stable: The share of the steps after which wsd decays.
+        decay: How wsd decays: linear, cosine, or sqrt (1 - x^(1/2) at the share x of the decay).
         z_loss: The weight of the squared logarithm of softmax's denominator, added to each loss that is trained on.
         evaluations: The number of measurements on the validation split, evenly spaced, the last one at the end.
         eval_batches: The batches of `batch_size` sequences in the fixed validation split, and again in the test split.
@@ -71,6 +74,8 @@ class TrainSpec:
     betas: tuple[float, float] = (0.9, 0.95)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=LATER)
     final: float = field(default=0.0, metadata=LATER)
+    stable: float = field(default=STABLE, metadata=LATER)
+    decay: Literal["linear", "cosine", "sqrt"] = field(default="linear", metadata=LATER)
     z_loss: float = field(default=0.0, metadata=LATER)
     evaluations: int = 10
     eval_batches: int = 4
@@ -92,6 +97,7 @@ class TrainSpec:
             ("warmup", 1),
             ("clip", MOST_RATE),
             ("final", 1),
+            ("stable", 1),
             ("z_loss", 1),
         ):
             value = getattr(self, name)
@@ -123,6 +129,10 @@ class TrainSpec:
                 raise unknown(name, getattr(self, name), allowed, where=f"train.{name}")
         if self.schedule == "constant" and self.final:
             raise InputError("train.final has no effect on a constant schedule: leave it out")
+        for name, default in (("stable", STABLE), ("decay", "linear")):
+            if self.schedule != "wsd" and getattr(self, name) != default:
+                problem = f"train.{name} has no effect on a {self.schedule} schedule, only on wsd: leave it out"
+                raise InputError(problem, key=f"train.{name}")
 
     def evaluated_at(self) -> list[int]:
         """Returns the steps after which the validation split is measured."""
@@ -137,7 +147,14 @@ class TrainSpec:
             [0.1, 1.0, 1.0, 0.5, 0.0]
         """
         return learning_rate(
-            self.lr, step, self.steps, warmup=round(self.warmup * self.steps), kind=self.schedule, final=self.final
+            self.lr,
+            step,
+            self.steps,
+            warmup=round(self.warmup * self.steps),
+            kind=self.schedule,
+            final=self.final,
+            stable=self.stable,
+            decay=self.decay,
         )
 
 
