@@ -220,6 +220,11 @@ def test_an_engine_that_aborts_after_its_last_checkpoint_has_trained(
             {"given": ["context_parallel=2"], "processes": 2, "engine": "accelerate"},
             "context_parallel 2: accelerate gives each process whole sequences: take engine torchtitan",
         ),
+        ({"given": ["milestones=0"]}, "--set milestones: must be a whole number of at least 1, not 0"),
+        (
+            {"given": ["milestones=3", "checkpoint.every=2"]},
+            "--set milestones 3 must be a multiple of checkpoint.every 2",
+        ),
         ({"given": ["optimizer.lr=fast"]}, "--set optimizer.lr: must be a number of at least 0, not 'fast'"),
         ({"given": ["schedule.kind=cosin"]}, "did you mean 'cosine'"),
         ({"given": ["checkpoint.keep=1"]}, "--set checkpoint.keep: must be a whole number of at least 2"),
@@ -280,7 +285,7 @@ def test_files_and_engines_that_hand_on_no_states_are_refused(
 
 def test_a_release_with_another_setting_finds_the_folders_of_runs(lab: Path) -> None:
     ready = prepared(lab)
-    before = {name: value for name, value in ready.recipe.items() if name != "context_parallel"}
+    before = {name: value for name, value in ready.recipe.items() if name not in ("context_parallel", "milestones")}
     text = json.dumps([ready.about["identity"], before], sort_keys=True, default=str)
     assert ready.run.name == f"torchtitan-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     assert prepared(lab, processes=2, given=["batch.length=16", "context_parallel=2"]).run != ready.run
@@ -467,13 +472,30 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(lab: Path, t
 
 
 @pytest.mark.parametrize(
-    ("trained", "keep", "steps", "count"),
-    [(0, 3, 20, 4), (0, 5, 20, 6), (0, 3, 2, 2), (8, 3, 20, 3), (19, 3, 20, 1), (20, 3, 20, 0)],
+    ("trained", "keep", "steps", "apart", "count"),
+    [
+        (0, 3, 20, "null", 4),
+        (0, 5, 20, "null", 6),
+        (0, 3, 2, "null", 2),
+        (8, 3, 20, "null", 3),
+        (19, 3, 20, "null", 1),
+        (20, 3, 20, "null", 0),
+        (0, 3, 20, "5", 8),
+        (10, 3, 20, "5", 6),
+        (0, 3, 6, "1", 6),
+    ],
 )
 def test_the_disk_must_have_room_for_every_checkpoint_that_a_run_adds(
-    trained: int, keep: int, steps: int, count: int, lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: int,
+    keep: int,
+    steps: int,
+    apart: str,
+    count: int,
+    lab: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = ["batch.length=16", f"checkpoint.keep={keep}", "checkpoint.every=1"]
+    given = ["batch.length=16", f"checkpoint.keep={keep}", "checkpoint.every=1", f"milestones={apart}"]
     run = begun(lab, tmp_path / "run", trained=trained, steps=steps)
     size = prepared(lab, run=run, steps=steps, given=given).about["parameters"] * checkpoints.BYTES_A_PARAMETER
     usage = shutil.disk_usage(lab)
@@ -780,10 +802,25 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_killed(lab: Path) -> N
     assert weights["embed.weight"].shape == (256, 16)
 
 
+@pytest.mark.parametrize(("steps", "apart", "every"), [(500, 100, 50), (500, 60, 30), (500, 10, 10), (500, 97, 97)])
+def test_checkpoints_fall_on_milestones(steps: int, apart: int, every: int) -> None:
+    assert with_defaults({"steps": steps})["checkpoint"]["every"] == 50
+    assert with_defaults({"steps": steps, "milestones": apart})["checkpoint"]["every"] == every
+
+
+def test_files_that_keep_no_milestones_are_refused(lab: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"gpus": 0, "given": ["batch.length=16", "milestones=2"]}
+    assert prepare(lab / "model", lab / "packed", **asked).recipe["milestones"] == 2
+    shutil.copytree(lab / "model", tmp_path / "older")
+    (tmp_path / "older/engines/deltalab_train/milestones.py").unlink()
+    with pytest.raises(InputError, match=r"milestones: .*/older has files for torchtitan that cannot keep milestones"):
+        prepare(tmp_path / "older", lab / "packed", **asked)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torchtitan", "accelerate"])
 def test_an_engine_keeps_as_many_checkpoints_as_asked(engine: str, lab: Path, tmp_path: Path) -> None:
-    given = ["batch.length=16", "checkpoint.every=1", "checkpoint.keep=3"]
+    given = ["batch.length=16", "checkpoint.every=1", "checkpoint.keep=3", "milestones=2"]
     ready = prepared(lab, run=tmp_path / "run", engine=engine, steps=6, given=given)
     most = []
 
@@ -793,8 +830,8 @@ def test_an_engine_keeps_as_many_checkpoints_as_asked(engine: str, lab: Path, tm
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(launch, "RECORD_SECONDS", 0.0)
         assert launch.start(ready, say=lambda line: None, record=count) == 0
-    assert [_step(each) for each in checkpoints.complete_checkpoints(tmp_path / "run")] == [4, 5, 6]
-    assert max(most) <= 4, "one more while the newest is written"
+    assert [_step(each) for each in checkpoints.complete_checkpoints(tmp_path / "run")] == [2, 4, 5, 6]
+    assert max(most) <= 5, "one more while the newest is written"
 
 
 SHARDED = """

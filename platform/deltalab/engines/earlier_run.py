@@ -9,6 +9,7 @@ from typing import Any
 
 from deltalab.engines import checkpoints
 from deltalab.engines.deltalab_train.lock import FILE as LOCK
+from deltalab.engines.deltalab_train.milestones import is_milestone, step_of
 from deltalab.engines.outcome import Transient, amount, tail
 from deltalab.errors import InputError
 from deltalab.export.recipe import all_settings
@@ -94,16 +95,20 @@ def check_readable(run: Path, *, sharded: bool) -> None:
 def check_room(run: Path, size: int, recipe: Mapping[str, Any]) -> None:
     """Raises `Transient` if the disk has no room for the checkpoints that a run will add.
 
-    There is one more than `checkpoint.keep` while the newest is written, unless the run writes fewer.
+    There is one more than `checkpoint.keep` while the newest is written, unless the run writes fewer. Milestones stay
+    besides.
     """
     folder = next(parent for parent in (run, *run.parents) if parent.exists())
     keep, every = (recipe["checkpoint"][name] for name in ("keep", "every"))
-    complete = [int(each.name.removeprefix("step-")) for each in checkpoints.complete_checkpoints(run)]
-    to_write = math.ceil(recipe["steps"] / every) - max(complete, default=0) // every
-    count = min(max(1, keep + 1 - len(complete)), to_write)
+    complete = [step_of(each) for each in checkpoints.complete_checkpoints(run)]
+    newest, apart = max(complete, default=0), recipe["milestones"]
+    to_write = math.ceil(recipe["steps"] / every) - newest // every
+    others = [step for step in complete if not is_milestone(step, apart)]
+    to_stay = 0 if apart is None else recipe["steps"] // apart - newest // apart
+    count = min(max(1, keep + 1 - len(others)) + to_stay, to_write)
     free, needed = shutil.disk_usage(folder).free, count * checkpoints.BYTES_A_PARAMETER * size
     if free < needed:
         raise Transient(
             f"{folder}: {amount(free)} are free; {count} checkpoints of {size:,} parameters (checkpoint.keep {keep}, "
-            f"and one while it is written) take {amount(needed)}"
+            f"{f'{to_stay} milestones ' if to_stay else ''}and one while it is written) take {amount(needed)}"
         )

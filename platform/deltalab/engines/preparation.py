@@ -28,6 +28,7 @@ from deltalab.export.recipe import (
     no_context,
     no_graphs,
     no_graphs_of,
+    no_milestones,
     read_recipe,
 )
 from deltalab.export.retrain import load_rules
@@ -251,7 +252,10 @@ def _recipe(folder: Path, written: Mapping[str, Any], steps: int | None, given: 
     asked = _asked(given)
     if steps is not None:
         asked["steps"] = steps
-    return with_defaults(changed_recipe({key: value for key, value in written.items() if key in DEFAULTS}, asked))
+    recipe = with_defaults(changed_recipe({key: value for key, value in written.items() if key in DEFAULTS}, asked))
+    if why := no_milestones(recipe["milestones"], recipe["checkpoint"]["every"]):
+        raise InputError(f"--set {why}")
+    return recipe
 
 
 def _asked(given: Sequence[str]) -> dict[str, Any]:
@@ -270,9 +274,10 @@ def _takes_settings(folder: Path, version: str, recipe: Mapping[str, Any]) -> No
     asked = {
         "seconds": (recipe["seconds"] is not None, "end by time", ", or take accelerate", f"{WHERE}/clock.py"),
         "context_parallel": (recipe["context_parallel"] > 1, "hand on states", "", "models_parts_context.py"),
+        "milestones": (recipe["milestones"] is not None, "keep milestones", None, f"{WHERE}/milestones.py"),
     }
     for key, (is_asked, what, or_else, file) in asked.items():
-        if is_asked and version.startswith("0.2."):
+        if is_asked and or_else is not None and version.startswith("0.2."):
             raise InputError(f"{key}: torchtitan {version} cannot {what}: install torchtitan 0.3{or_else}")
         if is_asked and not (folder / file).is_file():
             raise InputError(f"{key}: {folder} has files for torchtitan that cannot {what}: export it again")

@@ -119,6 +119,21 @@ def write(
     return file
 
 
+def earlier_rows(results: Sequence[Result], directory: Path) -> list[dict[str, Any]]:
+    """Reads the results of steps before that of `results`, for the same tasks, metrics and settings.
+
+    Args:
+        results: The results of one step.
+        directory: The folder of the `evaluations.json`.
+    """
+    asked = {_of({**result.row(), "step": None}): result.step for result in results}
+    return [
+        row
+        for row in _read(directory / FILE)["evaluations"]
+        if (step := asked.get(_of({**row, "step": None}))) is not None and row["step"] < step
+    ]
+
+
 def require_readable(directory: Path) -> None:
     """Raises `InputError` if a folder has an `evaluations.json` that is not a file of results; it may have none."""
     _read(directory / FILE)

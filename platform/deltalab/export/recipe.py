@@ -295,6 +295,18 @@ def no_graphs_of(model: ModelSpec) -> str | None:
     return None if model.more_than_x is None else f"there are no CUDA graphs with model.{model.more_than_x}"
 
 
+def no_milestones(milestones: int | None, every: int | None) -> str | None:
+    """Returns why no checkpoint can stay after each so many steps; None if they can, or if none is asked to.
+
+    Args:
+        milestones: The steps.
+        every: The steps from one checkpoint to the next; None lets the milestones decide.
+    """
+    if milestones is None or every is None or milestones % every == 0:
+        return None
+    return f"milestones {milestones} must be a multiple of checkpoint.every {every}"
+
+
 def no_context(model: ModelSpec, settings: Mapping[str, Any], engine: str) -> str | None:
     """Returns why processes cannot share the sequences of a training; None if they can, or if none is asked to.
 

@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "graphs": True,
     "context_parallel": 1,
+    "milestones": None,
     "log": {"every": None},
     "checkpoint": {"every": None, "keep": 3},
     "validation": {"every": None, "sequences": 64},
@@ -41,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
   The rates follow whichever of the two is nearer to its end.
 - `graphs`: whether a single GPU replays blocks as CUDA graphs, unless it checkpoints or compiles the blocks.
 - `context_parallel`: the processes that share each sequence. Each computes a part of it.
+- `milestones`: the checkpoints after each so many steps stay, beside the newest `checkpoint.keep`; null for none.
 - `every` of `log`, `checkpoint` and `validation` counts steps; null means that the number of steps decides.
 """
 
@@ -56,7 +58,7 @@ CHOICES = {
 SHARES = ("schedule.final", "schedule.stable")
 """The settings that are numbers from 0 to 1."""
 
-LATER = ("context_parallel",)
+LATER = ("context_parallel", "milestones")
 """The settings that a release before this one did not have. Its runs keep their folders' names."""
 
 LEAST = {
@@ -67,6 +69,7 @@ LEAST = {
     "steps": 1,
     "seed": 0,
     "context_parallel": 1,
+    "milestones": 1,
     "log.every": 1,
     "checkpoint.every": 1,
     "checkpoint.keep": 2,
@@ -85,6 +88,7 @@ FREE = (
     "compile",
     "graphs",
     "context_parallel",
+    "milestones",
 )
 """How the settings begin that do not change what a step learns. A run may go on with other values of them."""
 
@@ -101,7 +105,7 @@ def default_settings() -> dict[str, Any]:
 def with_defaults(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the parts of a recipe that `DEFAULTS` lists, with defaults for the missing ones.
 
-    Each `every` that is null becomes a number of steps.
+    Each `every` that is null becomes a number of steps. That of checkpoints divides the milestones.
     """
     settings: dict[str, Any] = {}
     for key, default in DEFAULTS.items():
@@ -111,6 +115,10 @@ def with_defaults(recipe: Mapping[str, Any]) -> dict[str, Any]:
     for part, share, most in (("log", 200, 10), ("checkpoint", 10, 1000), ("validation", 20, 500)):
         if settings[part]["every"] is None:
             settings[part]["every"] = min(most, max(1, steps // share))
+            if part == "checkpoint" and (apart := settings["milestones"]) is not None:
+                every = settings[part]["every"]
+                near = (count for count in range(every // 2 + 1, every + 1) if apart % count == 0)
+                settings[part]["every"] = max(near, default=apart)
     return settings
 
 

@@ -155,6 +155,19 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": {"name": "accelerate", "evaluate": ["ruler/vtt"]}}, "did you mean 'vt'"),
         ({"engine": {"name": "accelerate", "evaluate": ["lm"], "lengths": [64]}}, "suite 'lm' has no lengths"),
         ({"engine": {"name": "accelerate", "evaluate": ["recall"], "files": "nowhere"}}, "engine.files: nowhere: no"),
+        ({"engine": {"name": "accelerate", "evaluate_every": 4}}, "evaluate_every is of the tasks that evaluate names"),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["loss"], "evaluate_every": 40}},
+            "base: engine.evaluate_every 40 must be below train.steps 40",
+        ),
+        (
+            {"engine": {**STUDY["engine"], "evaluate": ["loss"], "evaluate_every": 12}},
+            "engine: evaluate_every 12 must be a multiple of settings.checkpoint.every 8",
+        ),
+        (
+            {"engine": {"name": "torchtitan", "evaluate": ["loss"], "settings": {"milestones": 4}}},
+            "unknown setting 'milestones'",
+        ),
         ({"engine": {"name": "accelerate", "limit": 4}}, "limit is of the tasks that evaluate names"),
         ({"engine": {"name": "accelerate", "evaluate": ["proxy"]}}, "engine.evaluate: proxy asks"),
         ({"engine": {"name": "accelerate", "recipe": "combo"}}, "unknown recipe 'combo'; did you mean 'comba'?"),
@@ -200,7 +213,9 @@ def test_an_engine_is_part_of_a_trial_and_its_free_settings_are_not(packed: Path
     assert with_engine == keys(engine="torchtitan")
     assert with_engine == keys(engine={"name": "torchtitan", "settings": {"compile": True}})
     assert with_engine != keys(engine={"name": "torchtitan", "settings": {"batch.documents": "reset"}})
-    assert with_engine != keys(engine={"name": "torchtitan", "evaluate": ["loss"]})
+    with_loss = keys(engine={"name": "torchtitan", "evaluate": ["loss"]})
+    assert with_engine != with_loss
+    assert with_loss != keys(engine={"name": "torchtitan", "evaluate": ["loss"], "evaluate_every": 8})
 
 
 def named_by_paper(name: str, train: TrainSpec, parameters: float) -> dict[str, Any]:
@@ -328,7 +343,7 @@ def test_the_engine_trains_and_the_trial_is_measured_as_ever(packed: Path, tmp_p
     db, file = tmp_path / "lab.db", tmp_path / "s.yaml"
     both = engine == "torchtitan"
     settings = {**STUDY["engine"]["settings"], "context_parallel": 1 + both}
-    section = {"name": engine, "processes": 1 + both, "settings": settings, "evaluate": ["loss"]}
+    section = {"name": engine, "processes": 1 + both, "settings": settings, "evaluate": ["loss"], "evaluate_every": 16}
     changes = {"engine": section, "seeds": 1} if both else {"engine": section, "arms": {}}
     file.write_text(yaml.safe_dump(study(packed, **changes)))
     given: dict[str, Any] = {"db": db, "executor": "inline", "unchecked": True}
@@ -345,6 +360,9 @@ def test_the_engine_trains_and_the_trial_is_measured_as_ever(packed: Path, tmp_p
         scores = finals(store, "test", "bits_per_byte")
         assert len(set(scores.values())) == 2, "seeds and arms differ"
         assert len(finals(store, "test", "loss loss@16")) == 2, "what the engine's section evaluates"
+        between = store.curves(1, "text", "loss loss@16", "test")
+        assert [point.step for point in between if point.arm == "base" and point.seed == 1] == [16, 32, 40]
+        assert len({point.value for point in between}) == 6, "each is of other weights"
         artifact = next(a for _, run, a in store.artifacts(1, "base") if run.seed == 1)
         weights = torch.load(artifact.path, weights_only=True)
         model = Model(ModelSpec.of({**trial.config["model"], "rule": trial.config["rule"]}))
@@ -353,6 +371,14 @@ def test_the_engine_trains_and_the_trial_is_measured_as_ever(packed: Path, tmp_p
         assert isinstance(task, Text)
         assert scores[trial.key, 1] == pytest.approx(bits_per_byte(model, task), rel=1e-4)
         chosen = best_run(store, 1, arm="base", best=False, task=None).source
+    assert not [*tmp_path.glob("runs/engines/*/seed_*/checkpoints/step-16")]
+    later = {**given, "db": tmp_path / "later.db"}  # as after a kill between a measurement and its record
+    assert run_study_file(file, **later).state == "done"
+    with Store.open(tmp_path / "later.db") as store:
+        again = store.curves(1, "text", "loss loss@16", "test")
+    assert {(of.trial, of.seed, of.step, of.value) for of in again} == {
+        (of.trial, of.seed, of.step, of.value) for of in between
+    }
     export(replace(chosen, tokenizer=None), tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").is_file()
     tables = {table.task: table for table in open_report("s", db=db).tables}

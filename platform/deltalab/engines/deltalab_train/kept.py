@@ -4,6 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
+from .milestones import is_milestone, step_of
+
 
 def named_checkpoints(folder: Path) -> list[Path]:
     """Returns the checkpoints named `step-N`, from the oldest to the newest."""
@@ -15,7 +17,8 @@ def named_checkpoints(folder: Path) -> list[Path]:
     return [checkpoint for _, checkpoint in sorted(checkpoints)]
 
 
-def remove_oldest(folder: Path, keep: int) -> None:
-    """Removes all checkpoints but the newest `keep`."""
+def remove_oldest(folder: Path, keep: int, milestones: int | None) -> None:
+    """Removes all checkpoints but the newest `keep` and the milestones."""
     for old in named_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        if not is_milestone(step_of(old), milestones):
+            shutil.rmtree(old)

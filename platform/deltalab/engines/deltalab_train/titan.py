@@ -312,7 +312,7 @@ def keep_as_asked(manager: type[Any]) -> None:
 
         def remove() -> None:
             if dist.get_rank() == 0 and due:
-                remove_oldest(run_folder() / "checkpoints", RECIPE["checkpoint"]["keep"])
+                remove_oldest(run_folder() / "checkpoints", RECIPE["checkpoint"]["keep"], RECIPE["milestones"])
 
         remove()
         with CLOCK.stopped():

@@ -139,8 +139,9 @@ class Deterministic(Trainer):  # type: ignore[misc]
 class Record(TrainerCallback):  # type: ignore[misc]
     """Writes `metrics.jsonl`, names each checkpoint once it is complete, and removes the oldest checkpoints."""
 
-    def __init__(self, run: Path, tokens_a_step: int, keep: int, clock: Clock) -> None:
-        self.run, self.tokens_a_step, self.keep, self.clock = run, tokens_a_step, keep, clock
+    def __init__(self, run: Path, recipe: dict[str, Any], clock: Clock) -> None:
+        self.run, self.recipe, self.clock = run, recipe, clock
+        self.tokens_a_step = recipe["batch"]["sequences"] * recipe["batch"]["length"]
         self.trainer: Trainer | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -176,7 +177,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
         self.since, self.step = time.perf_counter(), state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Renames the checkpoint that Trainer has completed, and removes the oldest checkpoints beyond `keep`."""
+        """Renames the checkpoint that Trainer has completed, and removes the oldest beyond those to keep."""
         assert self.trainer is not None
         self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
@@ -189,7 +190,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
             whole.rename(target)
             if self.clock.seconds is not None:
                 metrics_file.append(state.global_step, [("train", "seconds", self.clock.spent)])
-            remove_oldest(folder, self.keep)
+            remove_oldest(folder, self.recipe["checkpoint"]["keep"], self.recipe["milestones"])
         self.trainer.accelerator.wait_for_everyone()
         self.since, self.step = time.perf_counter(), state.global_step
 
@@ -214,7 +215,7 @@ def main() -> None:
     validation = FirstRows(data.split("validation"), length, recipe["validation"]["sequences"])
     optimizer = recipe["optimizer"]
     clock = Clock(recipe["seconds"])
-    record = Record(run, count * length, recipe["checkpoint"]["keep"], clock)
+    record = Record(run, recipe, clock)
     trainer = Deterministic(
         recipe,
         clock,

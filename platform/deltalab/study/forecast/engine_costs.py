@@ -32,12 +32,14 @@ def engine_notes(plan: Plan, costs: Sequence[ModelCosts], places: int) -> list[s
     if engine is None:
         return []
     tokens, kept, largest = 0, 0, 0
+    apart = engine.evaluate_every
     for arm, cost in zip(plan.arms, costs, strict=True):
         train, runs = arm.config["train"], plan.confirmed(arm)
         tokens += runs * train["steps"] * train["batch_size"] * plan.tasks[arm.task].length
         kept += runs * cost.parameters * (BYTES_A_PARAMETER + BYTES_A_WEIGHT)
-        largest = max(largest, cost.parameters)
-    at_once = places * largest * BYTES_A_PARAMETER * engine.settings.get("checkpoint.keep", KEEP)
+        milestones = 0 if apart is None else train["steps"] // apart
+        largest = max(largest, cost.parameters * (engine.settings.get("checkpoint.keep", KEEP) + milestones))
+    at_once = places * largest * BYTES_A_PARAMETER
     gpus = int(plan.spec.resources.gpu)
     most = "at most " if any(arm.config["train"].get("seconds") for arm in plan.arms) else ""
     of_each = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{engine.processes} process{'es' * (engine.processes > 1)}"

@@ -34,6 +34,8 @@ def refuse_what_no_engine_trains(plan: Plan) -> None:
     for arm in plan.arms:
         where = "base" if arm.is_base else f"arms.{arm.name}"
         train = arm.config["train"]
+        if (every := engine.evaluate_every) is not None and every >= train["steps"]:
+            raise InputError(f"{where}: engine.evaluate_every {every} must be below train.steps {train['steps']}")
         if train["optimizer"] not in CHOICES["optimizer.name"]:
             raise InputError(f"{where}: train.optimizer: {engine.name} has no {train['optimizer']}")
         batch = {"sequences": train["batch_size"], "length": plan.tasks[arm.task].length}

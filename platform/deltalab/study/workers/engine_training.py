@@ -18,6 +18,7 @@ import torch
 
 from deltalab.data.token_shards import Packed
 from deltalab.engines import checkpoints, outcome
+from deltalab.engines.deltalab_train.milestones import is_milestone, step_of
 from deltalab.engines.launch import start
 from deltalab.engines.machines import version_of
 from deltalab.engines.preparation import prepare
@@ -131,6 +132,7 @@ def _run(
         "seed": seed,
         "validation.every": max(1, train.steps // train.evaluations),
         "validation.sequences": train.eval_batches * train.batch_size,
+        "milestones": engine["evaluate_every"] if job.stage == "confirm" else None,
     }
     settings = of_study | engine["settings"]
     try:
@@ -152,19 +154,21 @@ def _run(
             raise Lost(f"{engine['name']} was killed: {reason}", "infrastructure")
         raise RuntimeError(f"{engine['name']} ended with status {status}: {reason}")
     *older, newest = checkpoints.complete_checkpoints(run)
-    reached = int(newest.name.removeprefix("step-"))
+    reached = step_of(newest)
     # Before a kill, a run whose time ended it may have come further than after it.
     metrics = [metric for metric in _curves(run, task) if metric[2] <= reached]
     if not any((split, step) == ("validation", reached) for split, _, step, _ in metrics):
         shutil.rmtree(newest)  # the engine was killed after its last checkpoint, before it measured that
         raise Lost(f"{run}: the last step was not validated", "infrastructure")
-    for checkpoint in older:
-        shutil.rmtree(checkpoint)
     speeds = [value for split, name, _, value in metrics if (split, name) == ("train", "tokens_per_second")]
     speed = statistics.median(speeds) if speeds else math.nan
     lost_at = next((step for split, name, step, value in metrics if name == "loss" and not math.isfinite(value)), None)
     weights = checkpoints.read_checkpoint(newest)
     metrics = [metric for metric in metrics if math.isfinite(metric[3])]
+    milestones = [each for each in older if lost_at is None and is_milestone(step_of(each), settings["milestones"])]
+    for checkpoint in older:
+        if checkpoint not in milestones:
+            shutil.rmtree(checkpoint)
     if lost_at is not None:
         return RunResult(seed, lost_at, metrics, weights), speed
     beat("measuring the trained model")
@@ -172,8 +176,18 @@ def _run(
     if train.seconds is not None:
         metrics.append(("cost", STEPS, reached, float(reached)))
     if engine["evaluate"] and job.stage == "confirm":
+        for checkpoint in milestones:
+            beat(f"evaluating {checkpoint.name}")
+            _evaluate(run, checkpoint, task, engine)
+            shutil.rmtree(checkpoint)  # its values lie in the run's folder, also for a worker that goes on after a kill
         beat("evaluating the trained model")
-        metrics += _evaluated(run, task, engine, reached)
+        found = _evaluate(run, newest, task, engine)
+        rows = [*results.earlier_rows(found, run), *(result.row() for result in found)]
+        metrics += [
+            ("test", f"{row['task']} {row['metric']}", row["step"], float(row["value"]))
+            for row in rows
+            if row["value"] is not None  # in the file, what is not finite
+        ]
     return RunResult(seed, None, metrics, weights), speed
 
 
@@ -211,12 +225,12 @@ def _measured(
     return [*result.metrics, *trial.costs()]
 
 
-def _evaluated(run: Path, task: Text, engine: Mapping[str, Any], step: int) -> list[Metric]:
-    """Measures a run on what the section `engine` evaluates. The values are metrics of the test split."""
+def _evaluate(run: Path, checkpoint: Path, task: Text, engine: Mapping[str, Any]) -> list[results.Result]:
+    """Measures a checkpoint of a run on what the section `engine` evaluates, and keeps the values with the run."""
     suites, tasks = suites_among(engine["evaluate"])
     files = None if engine["files"] is None else Path(engine["files"])
     how = HarnessOptions(files=files)
-    with open_model(str(run), trusted=True) as folder:
+    with open_model(str(checkpoint), trusted=True) as folder:
         found = evaluate.evaluate(folder, tasks, data=_packed(task), split="test", limit=engine["limit"], options=how)
         options = SuiteOptions(_packed(task), "test", task.length, engine["lengths"], engine["limit"], how)
         of_suites, left_out, _ = measure(folder, suites, options)
@@ -225,4 +239,4 @@ def _evaluated(run: Path, task: Text, engine: Mapping[str, Any], step: int) -> l
         _log.warning("engine.evaluate: left out %s: %s", name, reason)
     found += of_suites
     results.write(found, run, about)
-    return [("test", f"{result.task} {result.metric}", step, float(result.value)) for result in found]
+    return found

@@ -6,13 +6,13 @@ from pydantic import Field, field_validator, model_validator
 
 from deltalab.errors import InputError, unknown
 from deltalab.export.papers import recipe_names
-from deltalab.export.recipe import check_setting, no_engine_takes, unknown_setting
+from deltalab.export.recipe import check_setting, no_engine_takes, no_milestones, unknown_setting
 from deltalab.study.specs.sections.search_space import Strict, Whole
 from deltalab.training.recipe_keys import FREE, default_settings
 
 SETTINGS = (
     "batch.documents",
-    *(key for key in default_settings() if key.startswith(FREE) and not key.startswith("validation.")),
+    *(key for key in default_settings() if key.startswith(FREE) and not key.startswith(("validation.", "milestones"))),
 )
 """The settings of an engine's recipe that no key of a study stands for."""
 
@@ -29,6 +29,7 @@ class Engine(Strict):
             the study itself, such as `train.lr`.
         evaluate: Tasks and suites of `deltalab eval` on which each trained model is measured, such as `needle`,
             `recall` or `ruler/vt`. A suite's name wins over that of a task of lm-evaluation-harness.
+        evaluate_every: The steps after each of which the model is measured on them, too; None for the last step alone.
         lengths: The tokens of the suites' texts; empty for those of the suites.
         limit: The examples of each of these tasks; None for the tasks' own numbers.
         files: A folder with copies of the data sets that the suites ask, in place of the Hub.
@@ -39,6 +40,7 @@ class Engine(Strict):
     processes: Annotated[Whole, Field(ge=1, le=1024)] = 1
     settings: dict[str, Any] = {}  # noqa: RUF012 pydantic copies it
     evaluate: tuple[str, ...] = ()
+    evaluate_every: Annotated[Whole, Field(ge=1)] | None = None
     lengths: tuple[Annotated[Whole, Field(ge=1)], ...] = ()
     limit: Annotated[Whole, Field(ge=1)] | None = None
     files: str | None = None
@@ -72,9 +74,11 @@ class Engine(Strict):
 
     @model_validator(mode="after")
     def _asks_something(self) -> Self:
-        for key in ("lengths", "limit", "files"):
+        for key in ("lengths", "limit", "files", "evaluate_every"):
             if getattr(self, key) and not self.evaluate:
                 raise ValueError(f"{key} is of the tasks that evaluate names, and it names none")
+        if why := no_milestones(self.evaluate_every, self.settings.get("checkpoint.every")):
+            raise ValueError(why.replace("milestones", "evaluate_every").replace("checkpoint", "settings.checkpoint"))
         return self
 
     @property
@@ -82,4 +86,5 @@ class Engine(Strict):
         """What of the section changes the numbers of a trial, and so is part of its key."""
         documents = self.settings.get("batch.documents", default_settings()["batch.documents"])
         asked = {"evaluate": list(self.evaluate), "lengths": list(self.lengths), "limit": self.limit}
+        asked |= {"evaluate_every": self.evaluate_every}
         return {"name": self.name, "documents": documents} | {key: value for key, value in asked.items() if value}
