@@ -732,6 +732,10 @@ def test_a_model_learns_packed_tokens(packed_bpe: Path) -> None:
 
 def test_a_share_after_a_path_is_no_configuration_of_the_hub(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    with pytest.raises(InputError, match=r"corpus is one, and a path takes no ':0\.7'") as refused:
+    with pytest.raises(
+        InputError, match=r"corpus is one, and a path takes no ':0\.7': a weight is written .*corpus=0\.7"
+    ) as refused:
         find([f"{tmp_path / 'corpus'}:0.7"], Reading())
     assert "\n" not in str(refused.value)
+    with pytest.raises(InputError, match=r"a path takes no ':en'; NAME:CONFIG is for data sets of the Hub"):
+        find([f"{tmp_path / 'corpus'}:en"], Reading())

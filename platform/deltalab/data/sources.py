@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -104,9 +105,10 @@ def _source(name: str, reading: Reading) -> Source:
         raise InputError(f"{error.filename or name}: cannot be read: {error.strerror}") from None
     before, colon, after = name.rpartition(":")
     if colon and Path(before).expanduser().exists():
+        weight = f": a weight is written {before}={after}" if re.fullmatch(r"\d*\.?\d+", after) else ""
         raise InputError(
-            f"{name}: no such file or folder; {before} is one, and a path takes no ':{after}': NAME:CONFIG is for data "
-            "sets of the Hub, and each source is packed whole"
+            f"{name}: no such file or folder; {before} is one, and a path takes no ':{after}'{weight}; NAME:CONFIG is "
+            "for data sets of the Hub"
         )
     if path.is_absolute() or name.count("/") > 1 or path.suffix in (".txt", ".json", ".gz", PARQUET, *JSONL):
         raise missing_file(path, "file or folder")
