@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -379,8 +378,9 @@ def test_the_engine_trains_and_the_trial_is_measured_as_ever(packed: Path, tmp_p
     assert {(of.trial, of.seed, of.step, of.value) for of in again} == {
         (of.trial, of.seed, of.step, of.value) for of in between
     }
-    export(replace(chosen, tokenizer=None), tmp_path / "out")
+    export(chosen, tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").is_file()
+    assert (tmp_path / "out/tokenizer.json").is_file()
     tables = {table.task: table for table in open_report("s", db=db).tables}
     assert list(tables) == ["text", "text: recall_bits_per_byte"]
     assert tables["text: recall_bits_per_byte"].metric == "recall_bits_per_byte"

@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoTokenizer
 
 from deltalab import registry
+from deltalab.data.pack import pack
+from deltalab.data.sources import Reading
+from deltalab.data.vocabulary import train_tokenizer
 from deltalab.errors import InputError
 from deltalab.export import rebuild
+from deltalab.export.source import Source
 from deltalab.export.write import export
 from deltalab.store import RuleRecord, RunRecord, Store, TrialRecord
 from deltalab.study.reports.report import report
 from deltalab.study.running.run import run_study_file
 from deltalab.study.winners.best_run import best_run
+from deltalab.tasks.packed_corpus import PackedCorpus
 from deltalab.training.train import TrainSpec
 
 STUDY: dict[str, Any] = {
@@ -196,3 +202,27 @@ def test_losses_end_where_the_trial_diverges(study: Store, tmp_path: Path) -> No
     losses = rebuild(tmp_path / "out")
     assert 1 <= len(losses) < 12
     assert all(torch.tensor(losses).isfinite())
+
+
+def test_a_model_of_packed_text_leaves_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"line {n} of {n % 7} tales by the old mill.\n\n" for n in range(400)))
+    train_tokenizer(["text.txt"], Path("bpe.json"), vocab_size=300)
+    shares = {"train": 0.6, "validation": 0.2, "test": 0.2}
+    pack(["text.txt"], Path("packed"), tokenizer="bpe.json", reading=Reading(separator="\n\n"), shares=shares)
+    base = {**STUDY["base"], "rule": "gla", "model": {"d_model": 8, "layers": 1, "heads": 1}}
+    task = {"text": {"length": 8, "corpus": "packed", "times": []}}
+    Path("s.yaml").write_text(yaml.safe_dump({"name": "s", "task": task, "base": base, "seeds": 1}))
+    run_study_file("s.yaml", db="s.db", executor="inline", unchecked=True)
+
+    def chosen() -> Source:
+        with Store.open("s.db") as store:
+            return best_run(store, 1, arm="base", best=False, task=None).source
+
+    export(chosen(), tmp_path / "out")
+    of_data, exported = (AutoTokenizer.from_pretrained(folder, trust_remote_code=True) for folder in ("packed", "out"))
+    text = "the old mill"
+    assert exported(text)["input_ids"] == of_data(text)["input_ids"]
+    assert len(exported(text)["input_ids"]) < len(text)
+    monkeypatch.setattr(PackedCorpus, "fingerprint", "of other data, by another tokenizer")
+    assert chosen().tokenizer is None

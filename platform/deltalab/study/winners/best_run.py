@@ -25,8 +25,9 @@ from deltalab.study.answers.answer import answer
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.answers.wording import format_interval
 from deltalab.study.running import weights_at_url
-from deltalab.study.specs.recorded_study import recorded_tasks
+from deltalab.study.specs.recorded_study import RecordedTask, recorded_tasks
 from deltalab.tasks import Task
+from deltalab.tasks.text import Text
 from deltalab.training.spec import TrainSpec
 
 
@@ -116,9 +117,18 @@ def best_run(store: Store, study_id: int, *, arm: str | None, best: bool, task: 
             "git": study.provenance["git"],
         },
         scores={f"validation {recorded.metric}": validation[key, seed]},
-        tokenizer=BYTES if kind == "text" and model.vocab_size == 256 else None,
+        tokenizer=_tokenizer(instance, recorded),
     )
     return BestRun(source, f"{study.address}, id {study.id}, arm {arm}{why}: seed {seed}, its best on validation")
+
+
+def _tokenizer(task: Task, recorded: RecordedTask) -> str | None:
+    """Returns the tokenizer of a task's text; None of other tasks, and if the packed data have changed."""
+    if not isinstance(task, Text):
+        return None
+    if task.packed is None:
+        return BYTES
+    return str(task.packed.folder) if task.fingerprint() == recorded.fingerprint else None
 
 
 def _best_arm(store: Store, study_id: int, task: str) -> tuple[str, str]:
