@@ -10,6 +10,9 @@ The figures are:
   just started, and still imports. The same times follow for another tab without a cache, and for two headings alone.
 - pages: seconds of a page's script in this process, by Streamlit's AppTest, at the first run and at a second one.
 - server, MB: resident memory of the server after a browser visited every page of `large` and of two other studies.
+- report: seconds of `deltalab study report discover:gpu --db shipped`, a process of its own.
+
+The pages are those of `large`, of a study of 90 trials, and of the shipped discover, a search of 1,059 trials.
 """
 
 import argparse
@@ -35,6 +38,7 @@ from streamlit.testing.v1 import AppTest
 
 import deltalab_dashboard
 from deltalab.store import Store
+from deltalab.store.copies.shipped import SHIPPED, shipped_ledger
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
 from deltalab.study.running.run import arm_records, provenance
@@ -60,6 +64,7 @@ SPEC: dict[str, Any] = {
 STUDIES, TRIALS = 200, 20_000
 LARGE, LARGE_ARMS, LARGE_SEEDS, LARGE_POINTS = 2_000, 20, 6, 6
 ARMS, SEEDS = 8, 4
+SEARCH = "discover:gpu"
 
 
 def spec(name: str, arms: int, candidates: int, seeds: int) -> dict[str, Any]:
@@ -201,6 +206,15 @@ def by_browser(file: Path, studies: list[str]) -> dict[str, Any]:
         }
 
 
+def by_report() -> float:
+    """Measures the seconds of a second report of the shipped search in a terminal."""
+    command = [sys.executable, "-m", "deltalab", "study", "report", SEARCH, "--db", SHIPPED]
+    for _ in range(2):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+    return round(time.perf_counter() - start, 2)
+
+
 def opening(page: Page, url: str) -> dict[str, float]:
     """Measures the seconds until the first heading below the title is seen, and until the page's last change."""
     page.goto(url)
@@ -263,6 +277,12 @@ def main() -> None:
         print(figures["browser"], flush=True)
         for title, name in (("large", "large"), ("a study of 90 trials", "study_7")):
             figures[f"pages of {title}"] = by_script(file, labels[name], trials[name])
+        shipped = shipped_ledger(print)
+        with Store.open(shipped, create=False) as store:
+            search = store.study(SEARCH)
+            trial = store.trials(search.id)[0].key
+        figures["pages of the shipped discover"] = by_script(shipped, label(search), trial)
+        figures["report of it"] = by_report()
         figures["about"] = {
             "python": platform.python_version(),
             "sqlite": sqlite3.sqlite_version,
