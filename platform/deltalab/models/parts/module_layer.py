@@ -1,7 +1,6 @@
 """Any module as a layer of a model, with the interface of `RuleLayer`."""
 
 import copy
-import importlib
 import inspect
 import itertools
 import math
@@ -175,8 +174,12 @@ def decoded(module: nn.Module, parts: Iterable[Tensor]) -> tuple[list[Tensor], A
 def _empty(module: nn.Module) -> Any:
     """Makes an empty cache, of flash-linear-attention for its layers, else of transformers."""
     if type(module).__module__.startswith("fla."):
-        return importlib.import_module("fla.models.utils").Cache()
-    return importlib.import_module("transformers").DynamicCache()
+        from fla.models.utils import Cache
+
+        return Cache()
+    from transformers import DynamicCache
+
+    return DynamicCache()
 
 
 def _tensors(held: Any) -> list[Tensor]:
