@@ -19,6 +19,8 @@ from deltalab.structure import Transition
 
 H, CHUNK = 2, 16
 STRUCTURES = ["none", "tied", "free"]
+SEEN = [(False, False), (True, False), (False, True)]
+"""What a low rank reads is late, what a token reads is early: the pairs that the kernels take."""
 
 
 def drawn(
@@ -42,15 +44,16 @@ def drawn(
     )  # fmt: skip
 
 
-def fast(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple[Tensor, Tensor]:
-    o, last, _ = diagonal_scan(*(getattr(x, name) for name in DIAGONAL.names), state, None, 0.3, late, chunk, True)
+def fast(x: Operands, state: Tensor | None, *, late: bool, early: bool, chunk: int) -> tuple[Tensor, Tensor]:
+    tensors = (getattr(x, name) for name in DIAGONAL.names)
+    o, last, _ = diagonal_scan(*tensors, state, None, 0.3, late, early, chunk, True)
     return o, last
 
 
-def right(x: Operands, state: Tensor | None, *, late: bool, chunk: int) -> tuple[Tensor, Tensor]:
+def right(x: Operands, state: Tensor | None, *, late: bool, early: bool, chunk: int) -> tuple[Tensor, Tensor]:
     transition = Transition(
         name="this", decay="diagonal", low_rank="tied" if x.e is not None else "free" if x.a is not None else "none",
-        reads="decayed_state" if late else "state",
+        reads="decayed_state" if late else "state", output="before" if early else "after",
     )  # fmt: skip
     o, (last,) = reference.recurrent(transition, x, scale=0.3, state=None if state is None else (state,))
     return o, last
@@ -68,13 +71,16 @@ def given(x: Operands, state: Tensor | None, dtype: torch.dtype) -> tuple[Operan
     return Operands(**{name: t for name, t in leaves.items() if name != "state"}), state, leaves
 
 
-def check(x: Operands, state: Tensor | None, *, late: bool, chunk: int = CHUNK, half: tuple[str, ...] = ()) -> None:
+def check(
+    x: Operands, state: Tensor | None, *, late: bool, early: bool = False, chunk: int = CHUNK,
+    half: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     """Compares output, last state and every gradient. half: names of operands in fp16."""
     results = []
     x = dataclasses.replace(x, **{name: getattr(x, name).half() for name in half if getattr(x, name) is not None})
     for scan, dtype in ((fast, torch.float32), (right, torch.float64)):
         operands, start, leaves = given(x, state, dtype)
-        o, last = scan(operands, start, late=late, chunk=chunk)
+        o, last = scan(operands, start, late=late, early=early, chunk=chunk)
         weights = torch.arange(o.numel(), dtype=dtype).cos().view_as(o).to(o.dtype)
         loss = (o * weights).sum() + (last * torch.arange(last.numel(), dtype=dtype).sin().view_as(last)).sum()
         loss.backward()
@@ -94,6 +100,14 @@ def test_output_state_and_gradients_are_those_of_the_recurrence(structure, token
     check(drawn(structure, tokens), state, late=late)
 
 
+@pytest.mark.slow(keep="free-39")
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("tokens", [1, 16, 39])
+def test_a_token_may_read_the_state_before_it_writes(structure, tokens):
+    state = torch.randn(1, H, 16, 16, generator=torch.Generator().manual_seed(2))
+    check(drawn(structure, tokens), state, late=False, early=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_several_blocks_of_keys_and_values_and_no_state(structure):
@@ -101,28 +115,29 @@ def test_several_blocks_of_keys_and_values_and_no_state(structure):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "early"), SEEN)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_decays_without_end(structure, late):
+def test_decays_without_end(structure, late, early):
     """-1000 in one head, and -inf in the other."""
     x = drawn(structure, 20)
     at = torch.rand(x.g.shape, generator=torch.Generator().manual_seed(3))
     low = torch.tensor([-1000.0, -torch.inf])[:, None]
-    check(x.__class__(**{**vars(x), "g": torch.where(at < 0.3, low, torch.where(at < 0.6, 0.0, x.g))}), None, late=late)
+    steep = dataclasses.replace(x, g=torch.where(at < 0.3, low, torch.where(at < 0.6, 0.0, x.g)))
+    check(steep, None, late=late, early=early)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "early"), SEEN)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_long_chunks_in_half_precision(structure, late):
+def test_long_chunks_in_half_precision(structure, late, early):
     vectors = ("r", "k", "u", "a", "b")
-    check(drawn(structure, 70), None, late=late, chunk=64, half=(*vectors, "g") if late else vectors)
+    check(drawn(structure, 70), None, late=late, early=early, chunk=64, half=(*vectors, "g") if late else vectors)
 
 
-@pytest.mark.slow(keep="free-False")
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.slow(keep="free-False-False")
+@pytest.mark.parametrize(("late", "early"), SEEN)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_gradients_of_a_steep_decay_can_be_summed_over_tokens(structure, late):
+def test_the_gradients_of_a_steep_decay_can_be_summed_over_tokens(structure, late, early):
     """The vectors of keys are in fp32. Where they were in fp16, these sums had errors of 8e-3 to 2e-2."""
     x = drawn(structure, 70, more=False)
     sums = []
@@ -130,7 +145,7 @@ def test_the_gradients_of_a_steep_decay_can_be_summed_over_tokens(structure, lat
         given_x = dataclasses.replace(x, g=torch.full_like(x.g, -2.5), u=x.u.half())
         in_fp16 = {n: t.half().float() for n in ("r", "k", "a", "b") if (t := getattr(x, n)) is not None}
         operands, _, leaves = given(dataclasses.replace(given_x, **in_fp16), None, dtype)
-        o, _ = scan(operands, None, late=late, chunk=64)
+        o, _ = scan(operands, None, late=late, early=early, chunk=64)
         (o * torch.arange(o.numel()).cos().half().to(o.dtype).view_as(o)).sum().backward()
         assert leaves["k"].grad.dtype == dtype
         sums.append(leaves["g"].grad.double().sum(dim=(0, 1)))
@@ -151,14 +166,14 @@ def test_packed_sequences_are_each_their_own(structure):
     bounds = [0, 3, 3, 20, 40]
     operands, _, leaves = given(x, None, torch.float32)
     tensors = (getattr(operands, name) for name in DIAGONAL.names)
-    o, last, _ = diagonal_scan(*tensors, None, torch.tensor(bounds), 0.3, True, CHUNK, True)
+    o, last, _ = diagonal_scan(*tensors, None, torch.tensor(bounds), 0.3, True, False, CHUNK, True)
     (o.square().sum() + last.sum()).backward()
     for n, (begin, end) in enumerate(itertools.pairwise(bounds)):
         part = {name: t[:, begin:end] for name in DIAGONAL.names if (t := getattr(x, name)) is not None}
         if end == begin:
             continue
         alone, _, wants = given(Operands(**part), None, torch.float64)
-        want, final = right(alone, None, late=True, chunk=CHUNK)
+        want, final = right(alone, None, late=True, early=False, chunk=CHUNK)
         (want.square().sum() + final.sum()).backward()
         torch.testing.assert_close(o[:, begin:end].double(), want, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(last[n : n + 1].double(), final, atol=1e-5, rtol=1e-4)

@@ -103,7 +103,9 @@ def test_a_second_state_may_have_operands_of_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["comba", "rla", "sgla", "kda", "delta_product", "erase_then_delta"])
+@pytest.mark.parametrize(
+    "name", ["comba", "rla", "sgla", "kda", "delta_product", "erase_then_delta", "pre_state_deltanet", "rwkv6"]
+)
 def test_packed_sequences_are_each_for_itself(name):
     compare(deltalab.get_rule(name), length=23, cu_seqlens=torch.tensor([0, 3, 20, 23]), tolerance=2e-5)
 
@@ -116,7 +118,9 @@ def split(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "length"), [("comba", 64), ("deltanet", 32), ("sgla", 64), ("rdn", 32)])
+@pytest.mark.parametrize(
+    ("name", "length"), [("comba", 64), ("deltanet", 32), ("sgla", 64), ("rdn", 32), ("pre_state_deltanet", 32)]
+)
 def test_a_sequence_in_parts_is_the_same(name, length, split):
     compare(deltalab.get_rule(name), length=length, value_dim=32, slower=0.02, state=True, tolerance=2e-6)
 

@@ -3,7 +3,7 @@
 Each rule here is written twice: as operands, and as the loop over tokens that it stands for.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import pytest
@@ -17,8 +17,8 @@ from deltalab.authoring.inputs import Inputs, draw
 from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.layer import RuleLayer, initialize
-from deltalab.ops.lowering import lowered
-from deltalab.ops.recurrence import recurrence
+from deltalab.ops.lowering import for_kernels, lowered
+from deltalab.ops.recurrence import packs, recurrence
 from deltalab.ops.reference import recurrent
 from deltalab.rule import Operands, UpdateRule, knob
 from deltalab.structure import ADDITIVE, DECAY, DIAGONAL, Transition
@@ -93,14 +93,42 @@ def test_a_rewritten_recurrence_has_neither_signs_nor_an_early_read() -> None:
     assert (low.operands.sign, low.operands.bonus, low.transition.output) == (None, None, "after")
 
 
-@pytest.mark.parametrize("transition", [t for t in transitions() if t.output == "before"][:4:3], ids=str)
-def test_kernels_take_the_rewritten_recurrence(transition: Transition) -> None:
+@pytest.mark.slow(keep="scalar-tied-state")
+@pytest.mark.parametrize("transition", [t for t in transitions() if t.output == "before"], ids=str)
+@pytest.mark.parametrize("signed", [False, True], ids=["", "signed"])
+def test_kernels_take_the_rewritten_recurrence(transition: Transition, signed: bool) -> None:
     pytest.importorskip("triton")
     x = operands(transition)
-    want = recurrent(transition, x, scale=1.0, state=None)
-    got = recurrence(transition, x, dtype=torch.float32, scale=1.0, backend="triton")
-    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(got[1][0].double(), want[1][0], rtol=1e-4, atol=1e-4)
+    x = x if signed else replace(x, sign=None)
+    names = [field.name for field in fields(x) if isinstance(getattr(x, field.name), Tensor) and field.name != "sign"]
+    results = []
+    for backend in ("recurrent", "triton"):
+        leaves = {name: getattr(x, name).clone().requires_grad_() for name in names}
+        start = normal(B, H, K, V, seed=11).requires_grad_()
+        o, (last,) = recurrence(
+            transition, replace(x, **leaves), dtype=torch.float32, scale=0.7, state=(start,), backend=backend
+        )  # fmt: skip
+        o, last = o.double(), last.double()
+        ((o * o.detach().cos()).sum() + (last * last.detach().sin()).sum()).backward()
+        grads = {f"d {name}": leaf.grad for name, leaf in leaves.items()}
+        results.append({"o": o, "last": last, **grads, "d state": start.grad})
+    want, got = results
+    for name, right in want.items():
+        torch.testing.assert_close(
+            got[name], right, rtol=1e-4, atol=1e-4, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+@pytest.mark.parametrize("transition", transitions(), ids=str)
+def test_one_row_later_is_only_where_no_kernel_reads_early(transition: Transition) -> None:
+    """A low rank that reads the decayed state of a decay by channel has one factor for both reads."""
+    low = for_kernels(transition, operands(transition))
+    by_channel = low.transition.decay == "diagonal"
+    apart = by_channel and transition.low_rank != "none" and transition.reads == "decayed_state"
+    assert low.later == (transition.output == "before" and apart)
+    pytest.importorskip("triton")
+    packed = packs(transition, replace(operands(transition), sign=None), torch.float32, "triton")
+    assert packed == (not low.later)
 
 
 # --- a carry, other widths, vectors --------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import torch
 
 from deltalab.authoring.inputs import Inputs, draw
 from deltalab.kernel_limits import hindrance
-from deltalab.ops.lowering import Lowered, by_channel, lowered, lowers
+from deltalab.ops.lowering import for_kernels
 from deltalab.ops.scan import operands
 from deltalab.passes import Passes
 from deltalab.rule import UpdateRule
@@ -37,8 +37,7 @@ def kernel_line(rule: UpdateRule, *, key_dim: int = WIDTH, value_dim: int = WIDT
     if rule.transition is None:
         return "none: the rule is outside the algebra and brings no kernel of its own"
     of_rule = operands(rule, x.q, x.k, x.v, x.gates)
-    low = lowered(rule.transition, of_rule) if lowers(rule.transition, of_rule) else Lowered(rule.transition, of_rule)
-    low = by_channel(low)
+    low = for_kernels(rule.transition, of_rule)
     if why := hindrance(low.transition, low.operands, x.v.dtype):
         return f"none: {why}"
     decay = "a decay by channel" if low.transition.decay == "diagonal" else "a scalar decay"

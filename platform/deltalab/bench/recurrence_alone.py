@@ -8,7 +8,7 @@ from torch import Tensor
 from deltalab.authoring.inputs import Inputs
 from deltalab.bench.peers import Call, Contestant
 from deltalab.bench.results import ALONE
-from deltalab.ops.lowering import Lowered, by_channel, lowered, lowers
+from deltalab.ops.lowering import for_kernels
 from deltalab.ops.recurrence import Backend, recurrence
 from deltalab.ops.scan import operands
 from deltalab.rule import Operands, State, UpdateRule
@@ -17,7 +17,7 @@ from deltalab.rule import Operands, State, UpdateRule
 def alone(rule: UpdateRule, x: Inputs, backend: Backend) -> Contestant:
     """Makes the contestant that runs a rule's recurrence on operands that are ready.
 
-    The operands are made, and signs and reads before the write are rewritten, ahead of the call. Normalizers and other
+    The operands are made, and signs are rewritten, ahead of the call. Normalizers and other
     `Operands.output` are left out. So the rule's time over this one is the price of what surrounds its kernel.
 
     Args:
@@ -27,9 +27,7 @@ def alone(rule: UpdateRule, x: Inputs, backend: Backend) -> Contestant:
     """
     assert rule.transition is not None
     made = operands(rule, x.q, x.k, x.v, x.gates)
-    low = by_channel(
-        lowered(rule.transition, made) if lowers(rule.transition, made) else Lowered(rule.transition, made)
-    )
+    low = for_kernels(rule.transition, made)
     ready = low.operands.changed(output=None, carry=())
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}

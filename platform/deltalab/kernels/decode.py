@@ -77,9 +77,12 @@ def decode_kernel(
     state, fit_state, o, last, fit_last,
     scale, clip,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STEPS: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, LOSS: tl.constexpr,
+    STEPS: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr, LOSS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one token. A program holds all K rows and BV columns of the state of one head of one sequence."""
+    """Computes one token. A program holds all K rows and BV columns of the state of one head of one sequence.
+
+    If EARLY, as with a LOSS, the token reads the first state before it writes.
+    """
     head = tl.program_id(0)
     key = tl.arange(0, BK)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -94,8 +97,9 @@ def decode_kernel(
         reading *= scalar(read, head)
     if d is not None:
         reading -= scalar(d, row_0) * k_0
+    if EARLY:
+        out = tl.sum(reading[:, None] * s, 0)
     if LOSS is not None:
-        base = tl.sum(reading[:, None] * s, 0)
         error = vector(fit_target, row_0, value, V) - tl.sum(k_0[:, None] * s, 0)
         learned = scalar(fit_beta, row_0) * pseudo_residual(error, clip, LOSS)
 
@@ -115,9 +119,9 @@ def decode_kernel(
         reading = vector(fit_r, head, key, K)
         if fit_read is not None:
             reading *= scalar(fit_read, head)
-    out = tl.sum(reading[:, None] * s, 0)
-    if LOSS is not None:
-        out += base
+        out += tl.sum(reading[:, None] * s, 0)
+    if not EARLY:
+        out = tl.sum(reading[:, None] * s, 0)
     tl.store(o + head * V + value, (scale * out).to(o.dtype.element_ty), mask=value < V)
 
 
@@ -129,13 +133,13 @@ states."""
 @torch.library.custom_op(
     "deltalab::decode",
     mutates_args=(),
-    schema=f"(Tensor? {', Tensor? '.join(TENSORS)}, float scale, bool late, SymInt steps, str? loss, float clip)"
-    " -> Tensor[]",
+    schema=f"(Tensor? {', Tensor? '.join(TENSORS)}, float scale, bool late, bool early, SymInt steps, str? loss,"
+    " float clip) -> Tensor[]",
 )
 def _decode(*arguments: Any) -> list[Tensor]:
     """Returns the output, the state and, with a loss, the second state. All tensors are contiguous."""
     operands = dict(zip(TENSORS, arguments, strict=False))
-    scale, late, steps, loss, clip = arguments[len(TENSORS) :]
+    scale, late, early, steps, loss, clip = arguments[len(TENSORS) :]
     r, k, u, g = (operands[name] for name in "rkug")
     outputs = _outputs(r, k, u, loss)
     batch, _, heads, key_dim = r.shape
@@ -145,7 +149,7 @@ def _decode(*arguments: Any) -> list[Tensor]:
     operands |= {"o": o, "last": last, "fit_last": fit_last if loss else None, "scale": scale, "clip": clip}
     sizes = {
         "H": heads, "K": key_dim, "V": value_dim, "BK": bk, "BV": bv, "STEPS": steps,
-        "DIAGONAL": g is not None and g.dim() == 4, "LATE": late, "LOSS": loss,
+        "DIAGONAL": g is not None and g.dim() == 4, "LATE": late, "EARLY": early, "LOSS": loss,
     }  # fmt: skip
     grid = batch * heads, triton.cdiv(value_dim, bv)
     launch(decode_kernel, grid, operands, sizes, num_warps=8 if bk > 128 else 4)
@@ -191,6 +195,7 @@ def decode(transition: Transition, operands: Operands, *, scale: float, state: S
         *contiguous((*(getattr(operands, name) for name in WIDTHS), *of_fit, first, second)),
         scale,
         transition.reads == "decayed_state",
+        transition.output == "before" or fit is not None,
         transition.steps,
         None if fit is None else fit.residual.loss,
         0.0 if fit is None else fit.residual.clip,

@@ -94,12 +94,12 @@ def _pass(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Runs the scan with one state, and returns o and the last state."""
-    late, keep = transition.reads == "decayed_state", torch.is_grad_enabled()
+    late, early, keep = transition.reads == "decayed_state", transition.output == "before", torch.is_grad_enabled()
     if transition.decay == "diagonal":
         tensors, one_pass = DIAGONAL.contiguous(operands), diagonal_scan
     else:
         tensors, one_pass = SCALAR.contiguous(operands), scalar_scan
-    o, last, *_ = one_pass(*tensors, state, cu_seqlens, scale, late, chunk_size, keep)
+    o, last, *_ = one_pass(*tensors, state, cu_seqlens, scale, late, early, chunk_size, keep)
     return o, last
 
 

@@ -1,4 +1,4 @@
-"""Rewrites a recurrence so that the parallel form and the kernels need neither signs nor reads before the write.
+"""Rewrites a recurrence so that the parallel form needs neither signs nor reads before the write, and kernels no signs.
 
 A sign moves into the vectors: with P_t the product of all signs up to t, S' = P S decays by exp(g) alone. A read of
 S_{t-1} becomes a read after the write if all writes come one row later. `ops.reference.recurrent` computes signs and
@@ -17,7 +17,7 @@ from deltalab.structure import Transition
 
 
 class Lowered(NamedTuple):
-    """A recurrence without signs that reads S_t.
+    """A recurrence without signs.
 
     Attributes:
         transition: The transition of the state.
@@ -45,20 +45,34 @@ class Lowered(NamedTuple):
         return o, state
 
 
-def lowers(transition: Transition, operands: Operands) -> bool:
-    """Whether `lowered` changes the recurrence."""
-    return operands.sign is not None or transition.output == "before"
+def lowered(transition: Transition, operands: Operands, *, early: bool = False) -> Lowered:
+    """Returns the same recurrence, rewritten without signs.
 
-
-def lowered(transition: Transition, operands: Operands) -> Lowered:
-    """Returns the same recurrence, rewritten without signs and with reads of S_t."""
-    bonus, turned, later = None, None, transition.output == "before"
+    Args:
+        transition: The transition of the state.
+        operands: The operands.
+        early: Whether reads before the write stay. If not, they become reads of S_t.
+    """
+    bonus, turned, later = None, None, transition.output == "before" and not early
+    if operands.bonus is not None:
+        bonus = operands.bonus[..., None] * operands.u
+        operands = replace(operands, bonus=None)
     if later:
-        bonus = None if operands.bonus is None else operands.bonus[..., None] * operands.u
         transition, operands = _one_row_later(transition, operands)
     if operands.sign is not None:
         transition, operands, turned = _unsigned(transition, operands, operands.sign)
     return Lowered(transition, operands, bonus, turned, later)
+
+
+def for_kernels(transition: Transition, operands: Operands) -> Lowered:
+    """Returns the same recurrence as the kernels take it.
+
+    A free low rank has a decay for each channel. Reads before the write stay, except where a low rank reads the decayed
+    state of a decay by channel: the kernels have one factor for all that is read at a token.
+    """
+    by_channels = transition.decay == "diagonal" or transition.low_rank == "free"
+    late = transition.low_rank != "none" and transition.reads == "decayed_state"
+    return by_channel(lowered(transition, operands, early=not (by_channels and late)))
 
 
 def _one_row_later(transition: Transition, operands: Operands) -> tuple[Transition, Operands]:
@@ -71,7 +85,7 @@ def _one_row_later(transition: Transition, operands: Operands) -> tuple[Transiti
     k, u = F.pad(operands.k, (0, 0, 0, 0, 1, 0)), F.pad(operands.u, (0, 0, 0, 0, 1, 0))
     r = F.pad(operands.r, (0, 0, 0, 0, 0, 1))
     changes: dict[str, Any] = {name: shifted(getattr(operands, name)) for name in ("g", "e", "a", "b")}
-    operands = replace(operands, r=r, k=k, u=u, **changes, sign=shifted(operands.sign, 1.0), bonus=None)
+    operands = replace(operands, r=r, k=k, u=u, **changes, sign=shifted(operands.sign, 1.0))
     return replace(transition, output="after"), operands
 
 
@@ -79,7 +93,7 @@ def _unsigned(transition: Transition, operands: Operands, sign: Tensor) -> tuple
     """Moves the signs of a recurrence into its vectors, and returns the sign that multiplies its last state."""
     product = sign.detach().to(torch.promote_types(operands.u.dtype, torch.float32)).cumprod(dim=1)
     before = F.pad(product[:, :-1], (0, 0) * (product.dim() - 2) + (1, 0), value=1.0)
-    reads = product[:, transition.steps - 1 :: transition.steps]
+    reads = before if transition.output == "before" else product[:, transition.steps - 1 :: transition.steps]
     turned, late = product[:, -1], transition.reads == "decayed_state"
     if sign.dim() == 3:  # One sign for the whole state moves into the values.
         seen = product * (product if late else before)

@@ -8,7 +8,7 @@ from torch import Tensor
 from deltalab.errors import InputError
 from deltalab.ops import reference
 from deltalab.ops.backends import NONE, Kernels, ScanKernel, automatic, available, lacks_triton
-from deltalab.ops.lowering import Lowered, by_channel, lowered, lowers
+from deltalab.ops.lowering import Lowered, by_channel, for_kernels, lowered
 from deltalab.ops.peers.scans import PACKAGES, scan_by
 from deltalab.rule import Operands, State
 from deltalab.structure import Transition
@@ -47,10 +47,8 @@ def recurrence(
         InputError: No kernel of a backend that was asked for by name takes these operands.
     """
     token_by_token = backend == "recurrent" or (backend == "auto" and operands.k.shape[1] == 1)
-    low = _lowered(transition, operands)
-    diagonal = by_channel(low)
-    if kernel := kernel_for(diagonal, dtype, backend):
-        low = diagonal
+    low = _for(backend, transition, operands)
+    if low is not None and (kernel := kernel_for(low, dtype, backend)):
         if backend != "auto":
             no_growth(low.operands.g)
         o, next_state = kernel(
@@ -59,18 +57,23 @@ def recurrence(
     elif token_by_token:
         return reference.recurrent(transition, operands, scale=scale, state=state)
     else:
+        low = lowered(transition, operands)
         o, next_state = reference.chunked(low.transition, low.operands, scale=scale, state=state, chunk_size=chunk_size)
     return low.finish(o, next_state, scale)
 
 
 def packs(transition: Transition, operands: Operands, dtype: torch.dtype, backend: Backend) -> bool:
-    """Whether `recurrence` takes packed sequences: only the kernels do, and only if nothing is rewritten."""
-    return not lowers(transition, operands) and kernel_for(Lowered(transition, operands), dtype, backend) is not None
+    """Whether `recurrence` takes packed sequences: only the kernels do, and only if no row depends on another one."""
+    if operands.sign is not None or (low := _for(backend, transition, operands)) is None or low.later:
+        return False
+    return kernel_for(low, dtype, backend) is not None
 
 
-def _lowered(transition: Transition, operands: Operands) -> Lowered:
-    """The recurrence as the parallel form and the kernels take it."""
-    return lowered(transition, operands) if lowers(transition, operands) else Lowered(transition, operands)
+def _for(backend: Backend, transition: Transition, operands: Operands) -> Lowered | None:
+    """The recurrence as the kernels of a backend take it; None if the backend has none."""
+    if backend in PACKAGES:
+        return by_channel(lowered(transition, operands))
+    return None if allowed(backend, operands.u.device.type).scan is None else for_kernels(transition, operands)
 
 
 def kernel_for(low: Lowered, dtype: torch.dtype, backend: Backend) -> ScanKernel | None:

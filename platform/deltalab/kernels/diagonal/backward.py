@@ -66,7 +66,7 @@ def gradients(
     d_r, d_k, new_d_u, d_g, d_e, d_a, d_b, d_beta, d_read, d_d,
     cu_seqlens, chunk_sequences, first_chunks, length, from_chunk, span, sequences, total, scale, H,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LATE: tl.constexpr,
-    EXACT: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of one chunk and head.
 
@@ -78,7 +78,7 @@ def gradients(
     """
     i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     dtype: tl.constexpr = k.dtype
-    OWN: tl.constexpr = LATE or written is None
+    OWN: tl.constexpr = (LATE or written is None) and not EARLY
     # Programs that run at a time take heads of the same tokens, which lie side by side.
     for index in range(tl.program_id(0), total, tl.num_programs(0)):
         program, head = index // H, index % H
@@ -171,7 +171,7 @@ def gradients(
             g_near = near(g_c)
             reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, scale, BT, RAGGED)
             reader, writer = near(reader), near(writer)
-            if not OWN:
+            if not OWN and not EARLY:
                 reader *= tl.exp2(g_near.to(tl.float32))
             since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
             d_reader, d_writer = near(from_read) * since, near(from_write) * until
@@ -194,7 +194,8 @@ def gradients(
                     d_reader += near(q_here) * adder
                     d_adder += near(q_here) * reader
             if EXACT:
-                d_decay = reader * d_reader - writer * d_writer
+                from_reader = reader * d_reader
+                d_decay = from_reader - writer * d_writer
                 if written is not None:
                     from_eraser = eraser * d_eraser
                     d_decay += from_eraser
@@ -222,24 +223,29 @@ def gradients(
                         d_writer = tl.where(second_half, d_writer, d_writer + dy * factor)
                     if EXACT:
                         d_decay += tl.where(second_half, x.to(tl.float32), -x.to(tl.float32)) * dx
+                        if EARLY:
+                            from_reader += tl.where(second_half, x.to(tl.float32), 0.0) * dx
                         if written is not None:
                             d_decay += tl.where(second_half, y.to(tl.float32), -y.to(tl.float32)) * dy
                             from_eraser += tl.where(second_half, y.to(tl.float32), 0.0) * dy
             if not EXACT:
-                d_decay = reader * d_reader - writer * d_writer
+                from_reader = reader * d_reader
+                d_decay = from_reader - writer * d_writer
                 if written is not None:
                     from_eraser = eraser * d_eraser
                     d_decay += from_eraser
                 if a is not None:
                     d_decay -= adder * d_adder
-            # Without LATE, an eraser sees the state before its own g.
+            # Without LATE, an eraser sees the state before its own g, and if EARLY, a reader.
             dg = _summed(flat(d_decay), dtype, PRECISION) + d_end[None, :]
             if written is not None and not LATE:
                 dg -= flat(from_eraser)
+            if EARLY:
+                dg -= flat(from_reader)
             put_rows(d_g, dg, row, valid, column, H * K, BT, BK, RAGGED)
 
             d_reader, d_writer = flat(d_reader), flat(d_writer)
-            if not OWN:
+            if not OWN and not EARLY:
                 reader, writer = read_and_written(
                     r, k, e, beta, read, d, row, valid, head, H, column, scale, BT, RAGGED
                 )  # fmt: skip

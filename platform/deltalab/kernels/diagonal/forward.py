@@ -217,19 +217,20 @@ def prepare(
     r, k, g, e, a, b, beta, read, d,
     reading, writing, kept, within, erasing, from_u, inverse, adding, within_a,
     cu_seqlens, chunk_sequences, first_chunks, length, from_chunk, span, sequences, total, scale, H, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores for each chunk and head what is not None, in tiles [BT, K] or [BT, BT].
 
     `reading` is exp(G) r, `writing` exp(G_C - G) k, `adding` exp(G_C - G) a, and `kept` [K] exp(G_C). `within` is P and
     `within_a` P of a. `inverse` is (I + M)^{-1} - I, or (I - M)^{-1} - I if free. The docstring of this module defines
-    `erasing` and `from_u`.
+    `erasing` and `from_u`. If EARLY, tokens read the state before they write: exp(G) is exp(G_{i-1}), and P has no
+    diagonal.
     """
     i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     dtype: tl.constexpr = k.dtype
     TIED: tl.constexpr = e is not None
-    OWN: tl.constexpr = LATE or erasing is None
+    OWN: tl.constexpr = (LATE or erasing is None) and not EARLY
     # Programs that run at a time take heads of the same tokens, which lie side by side.
     for index in range(tl.program_id(0), total, tl.num_programs(0)):
         program, head = index // H, index % H
@@ -248,17 +249,20 @@ def prepare(
             since, until = near(decay(j <= i if OWN else j < i, g_c)), near(decay(j > i, g_c))
             reader, writer = read_and_written(r, k, e, beta, read, d, row, valid, head, H, column, scale, BT, RAGGED)
             reader, writer = near(reader), near(writer)
-            p_near = _here(p_near, reader.to(dtype), writer.to(dtype), PRECISION)
+            if not EARLY:
+                p_near = _here(p_near, reader.to(dtype), writer.to(dtype), PRECISION)
             writing.store([slot * BT, key], flat((writer * until).to(dtype)))
             eraser, adder = None, None
             if adding is not None:
                 eraser = near(get_rows(b, row, valid, column, BT, RAGGED).to(tl.float32))
                 adder = near(get_rows(a, row, valid, column, BT, RAGGED).to(tl.float32))
-                q_near = _here(q_near, reader.to(dtype), adder.to(dtype), PRECISION)
+                if not EARLY:
+                    q_near = _here(q_near, reader.to(dtype), adder.to(dtype), PRECISION)
                 adding.store([slot * BT, key], flat((adder * until).to(dtype)))
             if not OWN:
                 alpha = tl.exp2(g_near.to(tl.float32))
-                reader *= alpha
+                if not EARLY:
+                    reader *= alpha
             reading.store([slot * BT, key], flat((reader * since).to(dtype)))
             ends = kept + slot.to(tl.int64) * K + key + tl.arange(0, BK)[None, :] + 0 * i
             tl.store(ends, flat(since if OWN else since * alpha), mask=i == BT - 1)

@@ -35,19 +35,23 @@ class DiagonalLaunch(Launch):
 
     Attributes:
         late: Whether the low rank sees the decayed state.
+        early: Whether a token reads the state before it writes. Then not `late`, unless there is no low rank.
         low_rank: `none`, `tied` or `free`.
     """
 
     late: bool
+    early: bool
     low_rank: str
 
     @classmethod
-    def of(cls, operands: DiagonalOperands, cu_seqlens: Tensor | None, late: bool, chunk_size: int) -> "DiagonalLaunch":
+    def of(
+        cls, operands: DiagonalOperands, cu_seqlens: Tensor | None, late: bool, early: bool, chunk_size: int
+    ) -> "DiagonalLaunch":  # fmt: skip
         """Returns the plan for operands of these shapes, and for packed sequences if there are `cu_seqlens`."""
         k, u = operands.k, operands.u
         make: Callable[..., DiagonalLaunch] = cls._of
         tied, free = operands.e is not None, operands.a is not None
-        sizes = *k.shape, u.shape[-1], u.dtype, tied, free, late, chunk_size
+        sizes = *k.shape, u.shape[-1], u.dtype, tied, free, late, early, chunk_size
         if cu_seqlens is None:
             return planned(make, *sizes)
         packing, bound = chunk_map(cu_seqlens, k.shape[1], chunk_size)
@@ -56,7 +60,8 @@ class DiagonalLaunch(Launch):
     @classmethod
     def _of(
         cls, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, tied: bool,
-        free: bool, late: bool, chunk_size: int, sequences: int = 0, packing: Packing | None = None, bound: int = 0,
+        free: bool, late: bool, early: bool, chunk_size: int, sequences: int = 0, packing: Packing | None = None,
+        bound: int = 0,
     ) -> "DiagonalLaunch":  # fmt: skip
         """The plan; with a packing, `sequences` and `bound` are the numbers of packed sequences and of their chunks.
 
@@ -71,7 +76,7 @@ class DiagonalLaunch(Launch):
         return cls(
             batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, value_dim=value_dim, chunk_size=chunk_size,
             chunks=chunks, segment_chunks=triton.cdiv(chunks, segments), dtype=dtype, packing=packing, late=late,
-            low_rank="tied" if tied else "free" if free else "none",
+            early=early, low_rank="tied" if tied else "free" if free else "none",
         )  # fmt: skip
 
     def bk(self, kernel: str) -> int:
@@ -104,8 +109,8 @@ class DiagonalLaunch(Launch):
     def sizes(self, kernel: str) -> dict[str, Any]:
         """Arguments that follow from the plan, by name."""
         bv = self.bv(kernel)
-        sizes = {"BK": self.bk(kernel), "BV": bv, "FULL_V": self.value_dim % bv == 0, "LATE": self.late}
-        return {**super().sizes(kernel), **sizes}
+        sizes = {"BK": self.bk(kernel), "BV": bv, "FULL_V": self.value_dim % bv == 0}
+        return {**super().sizes(kernel), **sizes, "LATE": self.late, "EARLY": self.early}
 
     def resources(self, kernel: str) -> dict[str, int]:
         """Warps, registers, and as many stages as leave shared memory for two programs of 4 warps, or one of 8."""

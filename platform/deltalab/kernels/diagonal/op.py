@@ -80,8 +80,8 @@ class Prepared(NamedTuple):
 @torch.library.custom_op(
     "deltalab::diagonal_scan",
     mutates_args=(),
-    schema=f"({DIAGONAL.schema()}, Tensor? state, Tensor? cu_seqlens, float scale, bool late, SymInt chunk_size,"
-    " bool keep) -> (Tensor, Tensor, Tensor)",
+    schema=f"({DIAGONAL.schema()}, Tensor? state, Tensor? cu_seqlens, float scale, bool late, bool early,"
+    " SymInt chunk_size, bool keep) -> (Tensor, Tensor, Tensor)",
 )
 def diagonal_scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Scans a state that decays by channel, as `rule.Operands` and `structure.Transition` define it.
@@ -93,15 +93,17 @@ def diagonal_scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
             cu_seqlens: The bounds [N + 1] of N sequences that are packed into B = 1, or None.
             scale: The factor of the output.
             late: Whether the low rank sees the decayed state.
+            early: Whether a token reads the state before it writes; not beside a low rank that is `late`.
             chunk_size: Tokens of a chunk.
             keep: Whether to return what the backward needs.
 
     Returns:
         o, the last state, and the state before each segment for the backward.
     """
-    operands, (state, cu_seqlens, scale, late, chunk_size, keep) = DIAGONAL.split(arguments)
+    operands, (state, cu_seqlens, scale, late, early, chunk_size, keep) = DIAGONAL.split(arguments)
     operands = DIAGONAL.narrowed(operands)
-    plan, u, beta = DiagonalLaunch.of(operands, cu_seqlens, late, chunk_size), operands.u, operands.beta
+    plan, u = DiagonalLaunch.of(operands, cu_seqlens, late, early, chunk_size), operands.u
+    beta = operands.beta
     prepared = Prepared.empty(plan, u, plan.chunks)
     if beta is not None or operands.a is not None:
         prepared = prepared._replace(inverse=None)
@@ -123,25 +125,25 @@ def _outputs(plan: DiagonalLaunch, u: Tensor, keep: bool) -> tuple[Tensor, Tenso
 
 
 def _shapes(
-    *, state: Tensor | None, cu_seqlens: Tensor | None, scale: float, late: bool, chunk_size: int, keep: bool,
-    **operands: Any,
+    *, state: Tensor | None, cu_seqlens: Tensor | None, scale: float, late: bool, early: bool, chunk_size: int,
+    keep: bool, **operands: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Empty outputs of `diagonal_scan`."""
     tensors = DiagonalOperands(**operands)
-    return _outputs(DiagonalLaunch.of(tensors, cu_seqlens, late, chunk_size), tensors.u, keep)
+    return _outputs(DiagonalLaunch.of(tensors, cu_seqlens, late, early, chunk_size), tensors.u, keep)
 
 
 @torch.library.custom_op(
     "deltalab::diagonal_scan_backward",
     mutates_args=(),
     schema=f"({DIAGONAL.schema()}, Tensor begin, Tensor? d_o, Tensor? d_last, Tensor? cu_seqlens, float scale,"
-    " bool late, SymInt chunk_size) -> Tensor[]",
+    " bool late, bool early, SymInt chunk_size) -> Tensor[]",
 )
 def _backward(*arguments: Any) -> list[Tensor]:
     """Returns the gradients of the operands and of the state, `absent` for each that was not given."""
     operands, more = DIAGONAL.split(arguments)
-    begin, d_o, d_last, cu_seqlens, scale, late, chunk_size = more
-    plan, u = DiagonalLaunch.of(operands, cu_seqlens, late, chunk_size), operands.u
+    begin, d_o, d_last, cu_seqlens, scale, late, early, chunk_size = more
+    plan, u = DiagonalLaunch.of(operands, cu_seqlens, late, early, chunk_size), operands.u
     outputs, is_exact = empty_like(operands, u), operands.k.dtype != u.dtype
     operands, grads = DIAGONAL.narrowed(operands), DiagonalOperands._make(map(existing, outputs))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
@@ -166,6 +168,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
         "written": plan.slabs(written, size, bv), "d_seen": plan.slabs(d_seen, size, bv),
         "states": plan.slabs(states, bv, bk), "states_after": plan.slabs(states_after, bv, bk),
     }  # fmt: skip
+    # An early reader sees the write before it undecayed, so that the nearest pairs are the largest: they must cancel.
+    is_exact = is_exact or early
     for number in reversed(range(plan.segments)):
         chunks = plan.segment(number)
         prepared.fill(plan, operands, scale, chunks)

@@ -54,7 +54,7 @@ def gradients(
     d_r, d_k, new_d_u, d_g, d_e, d_beta, d_read, d_d,
     cu_seqlens, chunk_sequences, first_chunks, length, chunks, from_chunk, span, sequences, scale, clip, H,
     V: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
-    PREDICTS: tl.constexpr, PREDICTS_U: tl.constexpr, LOSS: tl.constexpr, SUM_DTYPE: tl.constexpr,
+    EARLY: tl.constexpr, PREDICTS: tl.constexpr, PREDICTS_U: tl.constexpr, LOSS: tl.constexpr, SUM_DTYPE: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of one chunk and head.
@@ -62,8 +62,8 @@ def gradients(
     `d_u` and `new_d_u` are one tensor, which holds the gradient of beta u before the kernel and the gradient of u after
     it. `more_r`, `more_k` and `more_g` are None, or gradients that the kernel adds to those of r, k and g. They are the
     same tensors as d_r, d_k and d_g. With a LOSS, u is a pseudo-residual, and new_d_u becomes the gradient of its
-    error. If PREDICTS, the pass predicts from S_{t-1}, and d_error is the gradient of its error. If PREDICTS_U, the
-    pass predicts u.
+    error. If EARLY, tokens read S_{t-1}. If PREDICTS, the pass predicts from S_{t-1}, too, and d_error is the gradient
+    of its error. If PREDICTS_U, the pass predicts u.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, chunk_sequences, first_chunks, span, PACKED)
@@ -110,9 +110,9 @@ def gradients(
             erases -= tl.dot(du_c, tl.trans(w_c), input_precision=PRECISION)
             erases_t -= tl.dot(w_c, tl.trans(du_c), input_precision=PRECISION)
     sums, earlier, total = cumulative(steps, BT, SUM_DTYPE)
-    seen = earlier if PREDICTS else sums
-    within = decay_between(seen[:, None], sums[None, :], i[:, None], i[None, :], PREDICTS)
-    within_t = decay_between(seen[None, :], sums[:, None], i[None, :], i[:, None], PREDICTS)
+    seen = earlier if EARLY else sums
+    within = decay_between(seen[:, None], sums[None, :], i[:, None], i[None, :], EARLY)
+    within_t = decay_between(seen[None, :], sums[:, None], i[None, :], i[:, None], EARLY)
     if beta is not None and written is None:
         within *= beta_c[None, :]
         within_t *= beta_c[:, None]
@@ -225,8 +225,8 @@ def gradients(
         key = tl.arange(0, BK)
         state_products = tl.sum(tl.sum(tl.where(key[:, None] == key[None, :], state_products, 0.0), 1), 0)
         dg += tl.sum(ending) + tl.exp2(total.to(tl.float32)) * state_products
-        # Predictions and erasures that see G_{i-1} do not depend on their own token's g.
-        if PREDICTS:
+        # Reads, predictions and erasures that see G_{i-1} do not depend on their own token's g.
+        if EARLY:
             dg -= grow
         if e is not None and not LATE:
             dg -= grow_e

@@ -61,13 +61,13 @@ def _get(vectors, index: tl.constexpr, BT: tl.constexpr):
 def prepare(
     r, k, g, e, beta, read, d, vectors, inverse, within, overlaps,
     cu_seqlens, chunk_sequences, first_chunks, length, chunks, sequences, scale, H,
-    K: tl.constexpr, BT: tl.constexpr, LATE: tl.constexpr, PREDICTS: tl.constexpr, SUM_DTYPE: tl.constexpr,
-    PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr, PREDICTS: tl.constexpr,
+    SUM_DTYPE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores `vectors` for each chunk and head and, unless None, `inverse`, (I + M)^{-1} - I, and `within`, P.
 
-    PREDICTS says that the pass predicts its target from the state before each token. `overlaps` is then P with k in
-    place of r.
+    EARLY says that tokens read the state before they write. PREDICTS says that the pass predicts its target from that
+    state, too. `overlaps` is then P with k in place of r.
     """
     program, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence, chunk = locate(program, chunk_sequences, first_chunks, chunks, PACKED)
@@ -91,7 +91,7 @@ def prepare(
         k_c = get_rows(k, row, valid, head * K, BT, RAGGED)
         r_c = get_rows(r, row, valid, head * K, BT, RAGGED)
     sums, earlier, total = cumulative(steps, BT, SUM_DTYPE)
-    seen = earlier if PREDICTS else sums
+    seen = earlier if EARLY else sums
     since = tl.exp2(seen.to(tl.float32))
     _put(chunk_vectors, READS, read_c * (since * scale), BT)
     _put(chunk_vectors, WRITES, beta_c, BT)
@@ -102,7 +102,7 @@ def prepare(
         _put(chunk_vectors, SUMS, sums, BT)
         _put(chunk_vectors, SEEN, seen, BT)
     else:
-        decay = decay_between(seen[:, None], sums[None, :], i[:, None], i[None, :], PREDICTS, g is not None)
+        decay = decay_between(seen[:, None], sums[None, :], i[:, None], i[None, :], EARLY, g is not None)
         pairs = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION) * read_c[:, None]
         overlap = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION)
         if d is not None:
@@ -122,11 +122,11 @@ def prepare(
 
 @triton.jit
 @no_type_check
-def _decays(vectors, BT: tl.constexpr, PREDICTS: tl.constexpr):
+def _decays(vectors, BT: tl.constexpr, EARLY: tl.constexpr):
     """Returns A_ij up to the state that a reader sees, and `SINCE`. P has these A_ij, also with k in place of r."""
     i = tl.arange(0, BT)
     sums, seen = tl.load(vectors + SUMS * BT + i), tl.load(vectors + SEEN * BT + i)
-    return decay_between(seen[:, None], sums[None, :], i[:, None], i[None, :], PREDICTS), tl.exp2(seen.to(tl.float32))
+    return decay_between(seen[:, None], sums[None, :], i[:, None], i[None, :], EARLY), tl.exp2(seen.to(tl.float32))
 
 
 @triton.jit
@@ -165,14 +165,14 @@ def scan(
     r, k, u, vectors, inverse, within, overlaps, target, base, state, begin_states,
     o, residual, last, states, written,
     cu_seqlens, first_chunks, length, chunks, from_chunk, to_chunk, segment_chunks, segments, clip, H, V,
-    K: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, LOSS: tl.constexpr,
-    MAPS: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, EARLY: tl.constexpr,
+    LOSS: tl.constexpr, MAPS: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the state of one head and one block of values through chunks from_chunk to to_chunk.
 
     Stores what is not None: o, the output plus `base`; `residual`, the pseudo-residual of `target` (u if None); last,
-    the last state; and for this span the transposed state before each chunk (states) and w (written). With a residual,
-    the prediction and o read the state before their token writes.
+    the last state; and for this span the transposed state before each chunk (states) and w (written). If EARLY, as with
+    a residual, the prediction and o read the state before their token writes.
 
     `begin_states` [B, segments, H, V, K] is the state before each segment. It is stored if o is stored, else loaded.
     If MAPS, K more columns follow the V values, so that last is [B, H, K, V + K]. These columns start as I, and nothing
@@ -217,7 +217,7 @@ def scan(
                 r_c = get_rows(r, row, valid, head * K, BT, RAGGED)
                 if within is None:
                     pairs_t = tl.dot(k_c, tl.trans(r_c), input_precision=PRECISION)
-                    decays, since = _decays(chunk_vectors, BT, LOSS is not None)
+                    decays, since = _decays(chunk_vectors, BT, EARLY)
                     pairs_t = (pairs_t * tl.trans(_get(chunk_vectors, READ, BT)[:, None] * decays)).to(dtype)
             if LOSS is not None:
                 if overlaps is not None:
@@ -286,7 +286,7 @@ def scan(
 def reverse(
     r, k, vectors, inverse, within, overlaps, d_o, d_error, d_state, states_after, d_u,
     cu_seqlens, first_chunks, length, chunks, from_chunk, to_chunk, H, V,
-    K: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CORRECTED: tl.constexpr, EARLY: tl.constexpr,
     PACKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the gradient of the state, d_state [.., V, K], from chunk to_chunk back to from_chunk, one block of values.
@@ -321,7 +321,7 @@ def reverse(
         k_c = get_rows(k, row, valid, head * K, BT, RAGGED)
         r_c = get_rows(r, row, valid, head * K, BT, RAGGED)
         if within is None:
-            decays, since = _decays(chunk_vectors, BT, d_error is not None)
+            decays, since = _decays(chunk_vectors, BT, EARLY)
             pairs = tl.dot(r_c, tl.trans(k_c), input_precision=PRECISION)
             pairs = (pairs * (_get(chunk_vectors, READ, BT)[:, None] * decays)).to(dtype)
         else:

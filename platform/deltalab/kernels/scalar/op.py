@@ -49,8 +49,8 @@ def _tensors(number: int) -> str:
 @torch.library.custom_op(
     "deltalab::scalar_scan",
     mutates_args=(),
-    schema=f"({SCALAR.schema()}, Tensor? state, Tensor? cu_seqlens, float scale, bool late, SymInt chunk_size,"
-    f" bool keep) -> {_tensors(2 + len(Kept._fields))}",
+    schema=f"({SCALAR.schema()}, Tensor? state, Tensor? cu_seqlens, float scale, bool late, bool early,"
+    f" SymInt chunk_size, bool keep) -> {_tensors(2 + len(Kept._fields))}",
 )
 def scalar_scan(*arguments: Any) -> tuple[Tensor, ...]:
     """Scans a state that decays by a scalar, as `rule.Operands` and `structure.Transition` define it.
@@ -62,17 +62,18 @@ def scalar_scan(*arguments: Any) -> tuple[Tensor, ...]:
             cu_seqlens: The bounds [N + 1] of N sequences that are packed into B = 1, or None.
             scale: The factor of the output.
             late: Whether what is erased is read from the decayed state.
+            early: Whether a token reads the state before it writes.
             chunk_size: Tokens of a chunk.
             keep: Whether to return what the backward needs.
 
     Returns:
         o, the last state, and the fields of `Kept`.
     """
-    operands, (state, cu_seqlens, scale, late, chunk_size, keep) = SCALAR.split(arguments)
+    operands, (state, cu_seqlens, scale, late, early, chunk_size, keep) = SCALAR.split(arguments)
     operands = SCALAR.narrowed(operands)
     plan = ScalarLaunch.of(operands.k, operands.u, cu_seqlens, chunk_size)
     o, last, kept = torch.empty_like(operands.u), _last(plan, operands.u), _kept(plan, operands, keep)
-    _forward(plan, operands, state, o, last, kept, scale, late)
+    _forward(plan, operands, state, o, last, kept, scale, late, early)
     return o, last, *kept
 
 
@@ -102,9 +103,9 @@ def residual_scan(*arguments: Any) -> tuple[Tensor, ...]:
     second = fit.after(first, residual)
     kept, fit_kept = _kept(plan, first, keep, predicts=True), _kept(plan, second, keep)
     _forward(
-        plan, first, state, o, last, kept, scale, late, residual=residual, target=fit.target, loss=loss, clip=clip
+        plan, first, state, o, last, kept, scale, late, True, residual=residual, target=fit.target, loss=loss, clip=clip
     )  # fmt: skip
-    _forward(plan, second, fit_state, o, fit_last, fit_kept, scale, late, base=o)
+    _forward(plan, second, fit_state, o, fit_last, fit_kept, scale, late, False, base=o)
     return o, last, fit_last, residual, *kept, *fit_kept
 
 
@@ -141,6 +142,7 @@ def _forward(
     kept: Kept,
     scale: float,
     late: bool,
+    early: bool,
     *,
     base: Tensor | None = None,
     residual: Tensor | None = None,
@@ -155,7 +157,7 @@ def _forward(
     plan.launch(
         forward.prepare, (plan.slots(plan.chunks) * plan.heads,), everywhere, arguments,
         vectors=kept.vectors, inverse=inverse, within=within, overlaps=overlaps,
-        scale=scale, LATE=late, PREDICTS=loss is not None,
+        scale=scale, LATE=late, EARLY=early, PREDICTS=loss is not None,
     )  # fmt: skip
     ends = last
     if plan.parts > 1:
@@ -165,7 +167,7 @@ def _forward(
         r=r, k=k, u=u, vectors=kept.vectors, inverse=inverse, within=within, overlaps=overlaps,
         target=plan.values(target), base=plan.values(base), state=state, begin_states=existing(kept.begin),
         o=plan.values(o, store=True), residual=plan.values(residual, store=True), last=ends, states=None, written=None,
-        clip=clip, CORRECTED=operands.d is not None, LOSS=loss, MAPS=False,
+        clip=clip, CORRECTED=operands.d is not None, EARLY=early, LOSS=loss, MAPS=False,
     )  # fmt: skip
     if plan.parts > 1:
         last.copy_(sequence_parts.split(ends, plan.parts)[-1])
@@ -181,7 +183,7 @@ def _starts(plan: ScalarLaunch, operands: ScalarOperands, kept: Kept, state: Ten
         r=None, k=plan.keys(operands.k), u=plan.values(operands.u), vectors=kept.vectors,
         inverse=plan.squares(kept.inverse), within=None, overlaps=None, target=None, base=None, state=None,
         begin_states=None, o=None, residual=None, last=ends, states=None, written=None,
-        segment_chunks=plan.chunks, segments=1, clip=1.0, CORRECTED=False, LOSS=None, MAPS=erases,
+        segment_chunks=plan.chunks, segments=1, clip=1.0, CORRECTED=False, EARLY=False, LOSS=None, MAPS=erases,
     )  # fmt: skip
     if erases:
         maps.copy_(ends[..., plan.value_dim :])
@@ -203,6 +205,7 @@ def _backward(
     has_state: bool,
     scale: float,
     late: bool,
+    early: bool,
     *,
     d_error: Tensor | None = None,
     predicts_u: bool = False,
@@ -241,7 +244,7 @@ def _backward(
         "states_after": chunk_plan.states(states_after),
         "d_o": chunk_plan.values(d_o), "d_error": chunk_plan.values(d_error),
         "more_r": chunk_plan.keys(more_r), "more_k": chunk_plan.keys(more_k), "more_g": more_g,
-        "scale": scale, "clip": clip, "LATE": late, "LOSS": loss,
+        "scale": scale, "clip": clip, "LATE": late, "EARLY": early, "LOSS": loss,
         "PREDICTS": d_error is not None, "PREDICTS_U": predicts_u,
     }  # fmt: skip
     d_o_tiles, d_error_tiles = reverse_plan.values(d_o), reverse_plan.values(d_error)
@@ -252,7 +255,7 @@ def _backward(
             r=r, k=k, vectors=kept.vectors, inverse=inverse, within=within, overlaps=overlaps,
             d_o=d_o_tiles, d_error=d_error_tiles, d_state=d_state,
             states_after=None if states_after is None else reverse_plan.states(states_after),
-            d_u=reverse_plan.values(d_u, store=True), CORRECTED=operands.d is not None,
+            d_u=reverse_plan.values(d_u, store=True), CORRECTED=operands.d is not None, EARLY=early,
         )  # fmt: skip
 
     d_state = kept.begin.new_zeros(plan.batch, plan.heads, plan.value_dim, plan.key_dim)
@@ -270,7 +273,7 @@ def _backward(
             r=None, k=k, u=u, vectors=kept.vectors, inverse=inverse, within=None, overlaps=None,
             target=None, base=None, state=None, begin_states=kept.begin,
             o=None, residual=None, last=None, states=plan.states(states), written=plan.values(written, store=True),
-            clip=clip, CORRECTED=False, LOSS=None, MAPS=False,
+            clip=clip, CORRECTED=False, EARLY=False, LOSS=None, MAPS=False,
         )  # fmt: skip
         reverse(chunks, d_state, states_after, grads.u)
         chunk_plan.launch(gradients, (plan.slots(len(chunks)) * plan.heads,), chunks, chunk_arguments)
@@ -281,18 +284,18 @@ def _backward(
     "deltalab::scalar_scan_backward",
     mutates_args=(),
     schema=f"({SCALAR.schema()}, {KEPT.schema()}, Tensor? cu_seqlens, Tensor? d_o, Tensor? d_last, bool has_state,"
-    " float scale, bool late, SymInt chunk_size) -> Tensor[]",
+    " float scale, bool late, bool early, SymInt chunk_size) -> Tensor[]",
 )
 def _scalar_backward(*arguments: Any) -> list[Tensor]:
     """Returns the gradients of the operands and of the state. What was not given has `absent`."""
     operands, more = SCALAR.split(arguments)
     kept, more = KEPT.split(more)
-    cu_seqlens, d_o, d_last, has_state, scale, late, chunk_size = more
+    cu_seqlens, d_o, d_last, has_state, scale, late, early, chunk_size = more
     plan, u = ScalarLaunch.of(operands.k, operands.u, cu_seqlens, chunk_size), operands.u
     outputs = empty_like(operands, u)
     operands, grads = SCALAR.narrowed(operands), ScalarOperands._make(map(existing, outputs))
     d_o = torch.zeros_like(u) if d_o is None else d_o.contiguous()
-    d_state = _backward(plan, operands, grads, kept, d_o, d_last, has_state, scale, late)
+    d_state = _backward(plan, operands, grads, kept, d_o, d_last, has_state, scale, late, early)
     return [*outputs, d_state]
 
 
@@ -319,18 +322,19 @@ def _residual_backward(*arguments: Any) -> list[Tensor]:
     d_error = torch.empty_like(u) if fit_grads.target is None else fit_grads.target
     d_fit_state = _backward(
         plan, fit.after(first, residual), fit_grads.after(grads, d_error), fit_kept, d_o, d_fit_last, has_fit_state,
-        scale, late, loss=loss, clip=clip,
+        scale, late, False, loss=loss, clip=clip,
     )  # fmt: skip
     d_state = _backward(
-        plan, first, grads, kept, d_o, d_last, has_state, scale, late, d_error=d_error, predicts_u=fit.target is None,
+        plan, first, grads, kept, d_o, d_last, has_state, scale, late, True, d_error=d_error,
+        predicts_u=fit.target is None,
         more_r=grads.r if fit.r is None else None, more_k=grads.k, more_g=grads.g if fit.g is None else None,
     )  # fmt: skip
     return [*outputs, *fit_outputs, d_state, d_fit_state]
 
 
 def _scalar_shapes(
-    *, state: Tensor | None, cu_seqlens: Tensor | None, scale: float, late: bool, chunk_size: int, keep: bool,
-    **operands: Any,
+    *, state: Tensor | None, cu_seqlens: Tensor | None, scale: float, late: bool, early: bool, chunk_size: int,
+    keep: bool, **operands: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Empty outputs of `scalar_scan`."""
     first = SCALAR.narrowed(ScalarOperands(**operands))
