@@ -222,6 +222,20 @@ def test_a_killed_packing_goes_on_and_makes_no_shard_twice(story: Path, tmp_path
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_a_packing_goes_on_with_its_tokenizer_saved_anew(story: Path, tmp_path: Path) -> None:
+    vocabulary = {chr(byte): byte for byte in range(128)}
+    file = {"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
+    (tmp_path / "first.json").write_text(json.dumps(file))
+    whole = pack([str(story)], tmp_path / "p", tokenizer=str(tmp_path / "first.json"))
+    file["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    (tmp_path / "again.json").write_text(json.dumps(file))
+    assert pack([str(story)], tmp_path / "p", tokenizer=str(tmp_path / "again.json")) == whole
+    file["model"]["vocab"] |= {"a": ord("b"), "b": ord("a")}
+    (tmp_path / "other.json").write_text(json.dumps(file))
+    with pytest.raises(InputError, match="is packed with another tokenizer"):
+        pack([str(story)], tmp_path / "p", tokenizer=str(tmp_path / "other.json"))
+
+
 class Died(BaseException):
     """What stands for a kill."""
 

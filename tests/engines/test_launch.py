@@ -259,6 +259,10 @@ def test_data_of_another_tokenizer_are_refused(lab: Path, tmp_path: Path) -> Non
     (other / "meta.json").unlink()
     meta["tokenizer"] = {**meta["tokenizer"], "name": "mine", "sha256": "f" * 64}
     (other / "meta.json").write_text(json.dumps(meta))
+    prepare(lab / "model", other, gpus=0)  # the file gives the same ids
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").unlink()
+    (other / "tokenizer.json").write_text(text.replace("<0x41>", "<0xZZ>"))
     with pytest.raises(InputError, match="packed with another tokenizer"):
         prepare(lab / "model", other, gpus=0)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.support.exports import LENGTH, MODEL, exported
 
+from deltalab.data.text_tokenizers import load_tokenizer
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation import evaluate as evaluating
@@ -35,7 +36,7 @@ from deltalab.store import Store
 from deltalab.store.trainings import record, trainings
 
 pytest.importorskip("transformers")
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 
 def by_name(results: list[evaluating.Result]) -> dict[str, float]:
@@ -248,6 +249,35 @@ def test_a_model_of_transformers_is_measured(
     assert found["loss", f"loss@{LENGTH}"] == pytest.approx(float(want), rel=1e-5)
     assert any(task == "needle v2" for task, _ in found)
     assert len(json.loads((gpt2 / "evaluations.json").read_text())["evaluations"]) == len(results)
+
+
+def test_a_tokenizer_that_transformers_saved_anew_reads_the_same_data(
+    platform: Callable[..., int], gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers writes other bytes for the same tokenizer, such as "" for null."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(["documents say little"] * 3, trainers.BpeTrainer(vocab_size=40, show_progress=False))
+    (tmp_path / "hub").mkdir()
+    tokenizer.save(str(tmp_path / "hub/tokenizer.json"))
+    (tmp_path / "hub/tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (tmp_path / "text.txt").write_text("".join(f"documents say little {i}\n" for i in range(300)))
+    words = ("--tokenizer", tmp_path / "hub", "--separator", "\n", "--split", "train=0.4,validation=0.3,test=0.3")
+    assert platform("data", "pack", tmp_path / "text.txt", "--out", tmp_path / "packed", *words) == 0
+    shutil.copytree(gpt2, tmp_path / "first", ignore=shutil.ignore_patterns("*token*", "items", "evaluations.json"))
+    for file in (tmp_path / "hub").iterdir():
+        shutil.copy(file, tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "again")
+    AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "again")
+    hashes = {load_tokenizer(str(tmp_path / name))[1]["sha256"] for name in ("first", "again")}
+    assert len(hashes) == 2, "the case is not met: transformers writes what it read"
+    words = ("--tasks", "loss", "--data", tmp_path / "packed", "--length", 16, "--limit", 8, "--json")
+    capsys.readouterr()
+    assert platform("eval", tmp_path / "first", tmp_path / "again", *words) == 0
+    first, again = json.loads(capsys.readouterr().out)["results"].values()
+    assert [row["value"] for row in first] == [row["value"] for row in again]
 
 
 @pytest.mark.slow
@@ -496,6 +526,8 @@ def test_what_cannot_be_evaluated_is_one_line(
     for file in data.iterdir():
         (tmp_path / "empty" / file.name).write_bytes(file.read_bytes())
     meta["tokenizer"] |= {"sha256": "0" * 64, "name": "other"}
+    tokenizer = tmp_path / "empty" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<0x41>", "<0xZZ>"))
     (tmp_path / "empty" / "meta.json").write_text(json.dumps(meta))
     refused(folder, "--data", tmp_path / "empty", saying="is packed with another tokenizer, 'other' of 256 ids, than")
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deltalab.data.key_set import KeySet
 from deltalab.data.shard_writer import PARTIAL, Shards, write_json
 from deltalab.data.sources import Reading, Source, find, revision_of
-from deltalab.data.text_tokenizers import BYTES, load_tokenizer, tokenizer_files
+from deltalab.data.text_tokenizers import BYTES, load_tokenizer, same_ids, tokenizer_files
 from deltalab.data.token_limit import TokenLimit
 from deltalab.data.token_shards import META, SPLITS, VERSION
 from deltalab.errors import InputError
@@ -137,7 +137,10 @@ def pack(
             shards = {
                 split: Shards(out, split, dtype, shard_tokens, finished["splits"].get(split, [])) for split in SPLITS
             }
-            of_tokenizer = tokenizer_files(encoder, description)
+            # A tokenizer of the same ids may have other files. Those of the finished shards stay.
+            identity = settings["tokenizer"] = finished["settings"]["tokenizer"]
+            is_new = not any(split.finished for split in shards.values())
+            of_tokenizer = tokenizer_files(encoder, description) if is_new else {}
             limit = TokenLimit(most_tokens, weights, finished.get("ends", []))
             try:
                 for name, text in of_tokenizer.items():
@@ -350,7 +353,8 @@ def _earlier(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     if not any(content["splits"].values()):
         return _begun(out, settings)
     tokenizer, earlier = settings["tokenizer"], earlier_settings["tokenizer"]
-    if (tokenizer["sha256"], tokenizer["eos"]) != (earlier["sha256"], earlier["eos"]):
+    same = tokenizer["sha256"] == earlier["sha256"] or same_ids(tokenizer["name"], str(out))
+    if not same or tokenizer["eos"] != earlier["eos"]:
         raise InputError(
             f"{out}: is packed with another tokenizer: '{earlier['name']}' of {earlier['vocab_size']} ids, not "
             f"'{tokenizer['name']}' of {tokenizer['vocab_size']}; give another --out"

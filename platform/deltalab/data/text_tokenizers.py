@@ -83,9 +83,25 @@ def load_tokenizer(name: str) -> tuple["Tokenizer", dict[str, Any]]:
     except Exception as error:
         raise InputError(f"{file}: not a file of the library tokenizers: {_first_line(error)}") from None
     special = _special(file.with_name(CONFIG))
-    if tokenizer.to_str() == byte_tokenizer().to_str():
+    if _same_ids(tokenizer, byte_tokenizer()):
         return load_tokenizer(BYTES)
     return _described(tokenizer, "file", name, special)
+
+
+def same_ids(one: str, other: str) -> bool:
+    """Determines whether two tokenizers give every text the same ids, as packing asks for them.
+
+    Their files may differ in all that gives no ids. transformers changes some of it when it saves a tokenizer anew, and
+    adds special tokens.
+
+    Args:
+        one: A tokenizer, as `load_tokenizer` takes it.
+        other: Another one.
+
+    Raises:
+        InputError: As `load_tokenizer` does.
+    """
+    return _same_ids(load_tokenizer(one)[0], load_tokenizer(other)[0])
 
 
 def tokenizer_files(tokenizer: "Tokenizer", description: dict[str, Any]) -> dict[str, str]:
@@ -120,6 +136,27 @@ def _described(
         "special": special,
     }
     return tokenizer, description
+
+
+def _same_ids(one: "Tokenizer", other: "Tokenizer") -> bool:
+    if _what_gives_ids(one) != _what_gives_ids(other):
+        return False
+    # One may have special tokens that the other lacks, but no token has two ids, and no id two tokens.
+    pairs = one.get_vocab().items() | other.get_vocab().items()
+    return len(pairs) == len({token for token, _ in pairs}) == len({number for _, number in pairs})
+
+
+def _what_gives_ids(tokenizer: "Tokenizer") -> dict[str, Any]:
+    """Returns the parts of a tokenizer's file that give a text its ids: not decoder, template or padding."""
+    content = json.loads(tokenizer.to_str())
+    model = content["model"]
+    if model["type"] == "BPE":  # null and "" both mean none
+        model = model | {name: model[name] or "" for name in ("continuing_subword_prefix", "end_of_word_suffix")}
+    splits = content["pre_tokenizer"]
+    for step in (splits or {}).get("pretokenizers", [splits] if splits else []):
+        step.pop("trim_offsets", None)  # moves offsets, no ids
+    added = [token for token in content["added_tokens"] if not token["special"]]  # those are text in a packed text
+    return {"model": model, "normalizer": content["normalizer"], "pre_tokenizer": splits, "added": added}
 
 
 def _special(config: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import torch
 
+from deltalab.data.text_tokenizers import same_ids
 from deltalab.data.token_shards import Packed
 from deltalab.engines.earlier_run import check_readable, check_room, check_same_training, earlier_run
 from deltalab.engines.machines import ENGINES, ONE_MACHINE, Nodes, check_nodes, command, hardware, version_of, versions
@@ -228,7 +229,7 @@ def _same_tokenizer(
 ) -> None:
     """Raises `InputError` if the data were packed with another tokenizer, or have more tokens than the model."""
     of_folder, of_data = recipe.get("tokenizer"), packed.tokenizer
-    if of_folder and of_folder["sha256"] != of_data["sha256"]:
+    if of_folder and of_folder["sha256"] != of_data["sha256"] and not same_ids(str(folder), str(data)):
         raise InputError(
             f"--data {data}: packed with another tokenizer ({of_data['name']}, {of_data['vocab_size']} tokens) than "
             f"{folder} has ({of_folder.get('name', of_folder['kind'])}, {of_folder['vocab_size']} tokens): export with "

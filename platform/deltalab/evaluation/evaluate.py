@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deltalab.data.text_tokenizers import load_tokenizer
+from deltalab.data.text_tokenizers import load_tokenizer, same_ids
 from deltalab.data.token_shards import META, Packed
 from deltalab.errors import InputError
 from deltalab.evaluation.harness import HarnessOptions, asked_length, depends_on, find_tasks, harness
@@ -247,7 +247,8 @@ def packed_for(folder: ModelFolder, given: Path | None, first: ModelFolder) -> P
     if folder.data is None:
         return data
     own = packed(folder.data)
-    return data if own.tokenizer["sha256"] == data.tokenizer["sha256"] else own
+    same = own.tokenizer["sha256"] == data.tokenizer["sha256"] or same_ids(str(own.folder), str(data.folder))
+    return data if same else own
 
 
 def _other_tokenizer(folder: ModelFolder, data: Packed) -> str | None:
@@ -256,7 +257,11 @@ def _other_tokenizer(folder: ModelFolder, data: Packed) -> str | None:
     if folder.foreign:
         # The recipe of an export says which tokenizer its model has; of another model, only its file does.
         tokenizer = load_tokenizer(str(folder.path))[1]
-    if isinstance(tokenizer, Mapping) and tokenizer.get("sha256") not in (None, data.tokenizer["sha256"]):
+    if (
+        isinstance(tokenizer, Mapping)
+        and tokenizer.get("sha256") not in (None, data.tokenizer["sha256"])
+        and not same_ids(str(folder.path), str(data.folder))
+    ):
         return (
             f"{data.folder}: is packed with another tokenizer, '{data.tokenizer['name']}' of "
             f"{data.tokenizer['vocab_size']} ids, than {folder.named}: "
