@@ -27,8 +27,10 @@ from deltalab.models.model import Model
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_task
 from deltalab.store import Store
+from deltalab.study.forecast.arm_times import StepTimes
 from deltalab.study.forecast.engine_costs import BESIDE_STEPS
 from deltalab.study.forecast.estimate import estimate
+from deltalab.study.forecast.evaluation_time import SECONDS_A_LAYER
 from deltalab.study.planning.engine_recipe import GIVEN
 from deltalab.study.planning.make import plan_study
 from deltalab.study.reports.report import open_report
@@ -325,6 +327,47 @@ def test_a_plan_says_what_an_engine_takes(packed: Path) -> None:
     tokens = 4 * 40 * 8 * LENGTH
     assert len(notes) == 1
     assert f"trains 4 runs one by one on 2 processes each: {tokens:,} tokens" in notes[0]
+
+
+def test_a_plan_counts_the_evaluations_of_trained_models(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is read in a third of the time of training on it, and each is written in the time of a layer."""
+    times = StepTimes([0.6, 0.6], "here", "how")
+    monkeypatch.setattr("deltalab.study.forecast.estimate.step_times", lambda *given: times)
+
+    def planned(**engine: Any) -> tuple[float, list[str]]:
+        section = {**STUDY["engine"], **engine}
+        # A question about a needle fits into 256 tokens.
+        task = {"text": {"length": 256}}
+        forecast = estimate(plan_study(study(packed, engine=section, task=task, compare={})), workers=1)
+        assert forecast.seconds is not None
+        return forecast.seconds, [note for note in forecast.notes if note.startswith("engine.evaluate: ")]
+
+    without, none = planned()
+    assert none == []
+    of_token = 0.6 / (3 * 8 * 256)
+    rows = [4 * 256, 2 * 512, 1 * 1024]
+    with_loss, notes = planned(evaluate=["loss"], limit=4)
+    assert with_loss - without == pytest.approx(4 * sum(rows) * of_token)
+    assert notes == ["engine.evaluate: 4 evaluations in all, each of loss, in the time."]
+    more, notes = planned(evaluate=["lm"], limit=4, evaluate_every=16)  # after steps 16, 32 and 40
+    assert more - without == pytest.approx(3 * (with_loss - without))
+    assert notes == ["engine.evaluate: 12 evaluations in all, each of loss, in the time."]
+    with_ruler, notes = planned(evaluate=["ruler/vt", "recall/fda"], lengths=[512], limit=10)
+    written = 4 * 10 * 30 * SECONDS_A_LAYER + 4 * 10 * 48 * SECONDS_A_LAYER  # one text after the other on a CPU
+    assert with_ruler - without == pytest.approx(4 * 2 * 10 * 512 * of_token + written)
+    assert notes == ["engine.evaluate: 4 evaluations in all, each of ruler/vt, recall/fda, in the time."]
+    with_others, notes = planned(evaluate=["lm", "recall/fda", "longbench/longbench_qasper"])
+    assert with_others > without
+    assert notes == [
+        "engine.evaluate: 4 evaluations in all, each of loss, in the time; and of recall/fda, "
+        "longbench/longbench_qasper, not in the time, since only their data tell how many examples they have."
+    ]
+    with_needle, _ = planned(evaluate=["needle"], limit=20)
+    sizes = (256, 512, 1024)
+    question = 16  # a byte a token: twice a space and seven digits
+    read = 20 * sum(size - question for size in sizes)
+    batches = sum(-(-20 // (2**14 // size)) for size in sizes)
+    assert with_needle - without == pytest.approx(4 * (read * of_token + batches * question * SECONDS_A_LAYER))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

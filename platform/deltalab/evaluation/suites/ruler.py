@@ -29,6 +29,15 @@ from deltalab.evaluation.suites.ruler_words import (
 READERS = {"dev-v2.0.json": squad_documents, "hotpot_dev_distractor_v1.json": hotpot_documents}
 """By file, how its documents and questions are read."""
 
+ANSWER_TOKENS = {
+    "needles": Needles.answer_tokens,
+    "variables": Variables.answer_tokens,
+    "common_words": CommonWords.answer_tokens,
+    "frequent_words": FrequentWords.answer_tokens,
+    "documents": Documents.answer_tokens,
+}
+"""By kind of text, the most tokens of an answer."""
+
 EXAMPLE_TOKENS = 500
 """The most tokens of the solved example of a chain of variables. It also has at most a quarter of the length."""
 

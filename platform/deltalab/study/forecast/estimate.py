@@ -14,6 +14,7 @@ from deltalab.statistics.unbalanced import RELABELLINGS
 from deltalab.study.forecast.arm_times import naming, step_times
 from deltalab.study.forecast.designs import advice
 from deltalab.study.forecast.engine_costs import beside_steps, engine_notes
+from deltalab.study.forecast.evaluation_time import evaluation_notes, evaluation_seconds
 from deltalab.study.forecast.figures import ArmCost, Effect, Estimate
 from deltalab.study.forecast.notes import MOST_MODELS, MOST_TRIED, MOST_WRITTEN, notes_of
 from deltalab.study.forecast.placing_time import placing_time
@@ -68,7 +69,10 @@ def estimate(
             state_size=None if math.isnan(cost.cache.state) else int(cost.cache.state),
             kv_cache=cost.cache.kv,
             conv_cache=cost.cache.conv,
-            seconds=None if step is None else (searched + runs) * (_seconds(training, step) + beside_steps(plan)),
+            seconds=None
+            if step is None
+            else (searched + runs) * (_seconds(training, step) + beside_steps(plan))
+            + runs * evaluation_seconds(plan, arm, training, step),
         )
         for arm, runs, (cost, dead), training, step in zip(
             plan.arms, confirmed, costs, trainings, times.steps, strict=True
@@ -122,6 +126,7 @@ def estimate(
         notes=(
             *advice(plan, spreads, tested),
             *engine_notes(plan, [cost for cost, _ in costs], workers),
+            *evaluation_notes(plan),
             *notes_of(plan, arms, trainings, times.steps),
         ),
         overrides=plan.overrides,
