@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from deltalab.cli.app import main
 from deltalab.data import pack as packing
+from deltalab.data import row_log
 from deltalab.data.key_set import KeySet
 from deltalab.data.pack import LOCK, META, STATE, pack
 from deltalab.data.sources import BLOCK, Reading, find
@@ -411,14 +412,32 @@ class Hub:
             raise ValueError(f"Revision Not Found\n for {sha}")
         return SimpleNamespace(sha=sha)
 
-    def load(self, name: str, config: str | None, *, revision: str, **options: Any) -> Iterator[dict[str, str]]:
+    def load(self, name: str, config: str | None, *, revision: str, **options: Any) -> "Rows":
         self.asked.append((name, config, revision, options))
         if revision not in self.revisions:
             raise FileNotFoundError("no such revision")
-        for text in self.revisions[revision]:
+        return Rows(self.revisions[revision])
+
+
+class Rows:
+    """What stands for a streaming data set."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.next = texts, 0
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        while self.next < len(self.texts):
+            text = self.texts[self.next]
             if text == "killed":
                 raise KeyboardInterrupt
+            self.next += 1
             yield {"body": text}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
 
 
 BODY = Reading(field="body")
@@ -469,6 +488,78 @@ def test_a_short_name_that_is_written_wrong_is_one_line(tmp_path: Path, monkeypa
     Hub(monkeypatch)
     with pytest.raises(InputError, match=r"slimpajamas@x: is no file or folder, .*; did you mean 'slimpajama'\?$"):
         pack(["slimpajamas@x"], tmp_path / "p")
+
+
+@pytest.mark.parametrize(("most", "weights"), [(None, None), (9000, [1, 2, 1, 2])], ids=["unbounded", "weighted"])
+def test_a_stream_goes_on_where_the_killed_packing_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, weights: list[float] | None
+) -> None:
+    """Beside files, with duplicates and documents in shards that are not whole; by `datasets`, without the network."""
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setattr(packing, "BATCH_DOCUMENTS", 5)
+    random = np.random.default_rng(2)
+    texts = [f"{i} {' '.join(random.choice(WORDS, 9))}" for i in range(420)]
+    texts[300:330] = texts[20:50]
+    for part in range(3):
+        table = pyarrow.table({"text": texts[100 * part : 100 * part + 100] + texts[300:320]})
+        parquet.write_table(table, tmp_path / f"{part}.parquet", row_group_size=10)
+    load, read = datasets.load_dataset, 0
+
+    class Counted(Rows):
+        def __init__(self, name: str) -> None:
+            files = [str(tmp_path / f"{part}.parquet") for part in ((0, 1) if name == "org/one" else (2,))]
+            self.rows = load("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path))
+
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            nonlocal read
+            for row in self.rows:
+                read += 1
+                yield row
+
+        def state_dict(self) -> Any:
+            return self.rows.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.rows.load_state_dict(state)
+
+    Hub(monkeypatch, aa=[])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, **options: Counted(name))
+    before, after = (
+        str(write_jsonl(tmp_path / f"{n}.jsonl", texts[at : at + 60])) for n, at in (("a", 330), ("b", 360))
+    )
+    names = [before, "org/one", after, "org/two"]
+    options: dict[str, Any] = {"shares": HALVES, "shard_tokens": 700, "most_tokens": most, "weights": weights}
+    meta = pack(names, tmp_path / "whole", **options)
+    once, left = read, 0
+
+    def dying(write: Any) -> Any:
+        def wrapped(*arguments: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Died
+            write(*arguments)
+
+        return wrapped
+
+    monkeypatch.setattr(row_log, "BLOCK", 7)
+    for module in (packing, row_log):
+        monkeypatch.setattr(module, "write_json", dying(module.write_json))
+    for each in (5, 8, 11):  # what is written before each death
+        out, read, deaths = tmp_path / f"killed{each}", 0, 0
+        for _ in range(100):
+            left = each
+            try:
+                assert pack(names, out, **options) == meta
+                break
+            except Died:
+                deaths += 1
+        assert contents(out) == contents(tmp_path / "whole")
+        assert deaths >= 2
+        assert read <= once + 30 * deaths, "a death costs the rows since the last whole shard, not all"
 
 
 def test_a_packing_goes_on_with_the_revision_that_it_began_with(

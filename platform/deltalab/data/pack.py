@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deltalab.data import row_log
 from deltalab.data.key_set import KeySet
+from deltalab.data.row_log import RowLog
 from deltalab.data.shard_writer import PARTIAL, Shards, write_json
-from deltalab.data.sources import Reading, Source, find, revision_of
+from deltalab.data.sources import Place, Reading, Source, find, revision_of
 from deltalab.data.text_tokenizers import BYTES, load_tokenizer, same_ids, tokenizer_files
 from deltalab.data.token_limit import TokenLimit
 from deltalab.data.token_shards import META, SPLITS, VERSION
@@ -95,8 +97,9 @@ def pack(
         weights: The weight of each source in `most_tokens`, as `TokenLimit` takes it.
         watch: Called after each batch of documents.
 
-    `meta.json` has the revision of each data set of the Hub, which a packing that goes on reads, too. A packing that
-    fails before its first shard is whole leaves nothing behind.
+    `meta.json` has the revision of each data set of the Hub, which a packing that goes on reads, too, and from the row
+    after its last whole shard: `RowLog` keeps what came before. A packing that fails before its first shard is whole
+    leaves nothing behind.
 
     Returns:
         The content of `meta.json`.
@@ -132,6 +135,7 @@ def pack(
             finished = _earlier(out, settings)
             if "splits" in finished and "sha256" in finished:
                 (out / STATE).unlink(missing_ok=True)  # the kill came between the two
+                row_log.remove(out)
                 return finished
             dtype = "uint16" if description["vocab_size"] <= 2**16 else "uint32"
             shards = {
@@ -148,12 +152,14 @@ def pack(
                 counts = _write(sources, reading, encoder, identity, shards, shares, limit, watch, out, settings)
             except Exception:
                 if not any(split.finished for split in shards.values()):
+                    row_log.remove(out)
                     for file in (out / STATE, *(out / name for name in of_tokenizer), *out.glob(f"*{PARTIAL}")):
                         file.unlink(missing_ok=True)
                 raise
             meta = _meta(settings, dtype, shards, counts)
             write_json(out / META, meta)
             (out / STATE).unlink(missing_ok=True)
+            row_log.remove(out)
             return meta
     except OSError as error:
         raise InputError(
@@ -177,7 +183,11 @@ def _write(
     keys, counts = KeySet(), [{"documents": 0, "duplicates": 0, "bytes": 0, "not_utf8": 0} for _ in sources]
     tokens = sum(shard["tokens"] for split in shards.values() for shard in split.finished)
     trained, train = sum(shard["tokens"] for shard in shards["train"].finished), shards["train"]
-    for batch in _batches(sources, reading, shares, limit):
+    log, place = RowLog(out), Place()
+    last_stream = max((number for number, source in enumerate(sources) if source.files is None), default=-1)
+    again = _take_again(log, keys, counts, shards, shares, limit, out)
+    tokens, trained = tokens + sum(again.values()), trained + again["train"]
+    for batch in _batches(sources, reading, shares, limit, log, place):
         source, count = batch[0].source, counts[batch[0].source]
         if limit.enter(source, [each["documents"] for each in counts], trained):
             write_json(out / STATE, _state(settings, shards, limit))
@@ -185,27 +195,36 @@ def _write(
         is_new = keys.new(numbers)
         unwritten = _unwritten(batch, is_new, shards)
         ids_of = zip(unwritten, _tokens(unwritten, encoder, tokenizer, sources), strict=True)
-        taken = 0
+        taken, whole = 0, False
         for document, first in zip(batch, is_new, strict=True):
             taken += 1
             split = shards[document.split]
             count["documents"] += 1
             count["bytes"] += len(document.text)
-            count["not_utf8"] += not _is_utf8(document.text)
-            changed = False
+            is_utf8 = _is_utf8(document.text)
+            count["not_utf8"] += not is_utf8
+            changed, written = False, 0
             if not first:
                 count["duplicates"] += 1
             elif _passed(split, document.digest, out):
                 _, ids = next(ids_of)
-                tokens += len(ids)
-                trained += len(ids) * (split is train)
+                written = len(ids)
+                tokens += written
+                trained += written * (split is train)
                 changed = split.add(ids, len(document.text), split.chain())
+            if source <= last_stream:
+                log.add(source, document.digest, len(document.text), written, is_utf8)
+            whole |= changed
             changed |= limit.took(count["documents"], None if train.skip else trained)
             if changed:
                 write_json(out / STATE, _state(settings, shards, limit))
             if not limit.wants(source):
                 break
         keys.add(numbers[:taken])
+        if source <= last_stream:
+            log.write()
+        if whole and place.stream is not None:
+            log.keep(source, place.row, place.stream.state_dict(), shards)
         watch(batch[taken - 1].read, tokens)
     if any(split.skip for split in shards.values()):
         raise _changed(out)
@@ -220,6 +239,43 @@ def _write(
     return counts
 
 
+def _take_again(
+    log: RowLog,
+    keys: KeySet,
+    counts: list[dict[str, int]],
+    shards: Mapping[str, Shards],
+    shares: Mapping[str, float],
+    limit: TokenLimit,
+    out: Path,
+) -> dict[str, int]:
+    """Takes the documents of a log without their texts, and returns the tokens of each split's shard that is not whole.
+
+    The arguments are changed as they were when the log was kept.
+    """
+    begun: dict[str, list[tuple[int, int]]] = {split: [] for split in shards}
+    for rows in log.rows():
+        numbers = rows["digest"].copy().view(">u8").reshape(-1, 4)[:, 1].astype(np.uint64)
+        for row, first in zip(rows, keys.add(numbers), strict=True):
+            count, digest = counts[row["source"]], row["digest"].tobytes()
+            limit.enter(int(row["source"]), [each["documents"] for each in counts], 0)
+            split = _split(digest, shares)
+            count["documents"] += 1
+            count["bytes"] += int(row["bytes"])
+            count["not_utf8"] += not row["is_utf8"]
+            count["duplicates"] += not first
+            if first and _passed(shards[split], digest, out):
+                begun[split].append((int(row["tokens"]), int(row["bytes"])))
+            limit.took(count["documents"], None)
+    for split, texts in begun.items():
+        if texts:
+            tokens, sizes = zip(*texts, strict=True)
+            try:
+                shards[split].reopen(tokens, sum(sizes))
+            except ValueError as error:
+                raise InputError(f"{error}: delete {out}, and pack anew") from None
+    return {split: sum(tokens for tokens, _ in texts) for split, texts in begun.items()}
+
+
 def _unwritten(batch: list[Document], is_new: NDArray[np.bool_], shards: Mapping[str, Shards]) -> list[Document]:
     """Returns the new documents of a batch that are in no finished shard."""
     skip, unwritten = {name: split.skip for name, split in shards.items()}, []
@@ -232,13 +288,23 @@ def _unwritten(batch: list[Document], is_new: NDArray[np.bool_], shards: Mapping
 
 
 def _batches(
-    sources: list[Source], reading: Reading, shares: Mapping[str, float], limit: TokenLimit
+    sources: list[Source],
+    reading: Reading,
+    shares: Mapping[str, float],
+    limit: TokenLimit,
+    log: RowLog,
+    place: Place,
 ) -> Iterator[list[Document]]:
-    """Yields documents in batches, each of one source, as long as the source has not ended."""
+    """Yields the documents that follow a log, in batches, each of one source, as long as the source has not ended.
+
+    `place` is where the reading of the source is.
+    """
     before = 0
     for number, source in enumerate(sources):
         batch, size = list[Document](), 0
-        for text, read in source.documents(reading) if limit.wants(number) else ():
+        is_read = log.source is not None and number < log.source
+        place.row, place.state, place.stream = (log.row, log.state, None) if number == log.source else (0, None, None)
+        for text, read in source.documents(reading, place) if limit.wants(number) and not is_read else ():
             if not text:
                 continue
             digest = hashlib.sha256(text).digest()

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,6 +78,34 @@ class Shards:
             return False
         self.finish(chain)
         return True
+
+    def sync(self) -> None:
+        """Puts the shard that is being written on the disk, as far as it is."""
+        if self._file is not None:
+            _to_disk(self._file)
+
+    def reopen(self, tokens: Sequence[int], size: int) -> None:
+        """Goes on with the shard that was being written when the process was killed.
+
+        Args:
+            tokens: The tokens of each of its documents.
+            size: The bytes of their texts.
+
+        Raises:
+            ValueError: Its file does not have so many tokens.
+        """
+        path = self._path.with_name(self._path.name + PARTIAL)
+        length = sum(tokens) * self._dtype.itemsize
+        if self._path.is_file():
+            self._path.replace(path)  # the kill came before the shard was noted as finished
+        if not path.is_file() or path.stat().st_size < length:
+            raise ValueError(f"{path}: has not the tokens that were written before the packing was killed")
+        self._digest = hashlib.sha256()
+        self._file = path.open("r+b")
+        self._file.truncate(length)
+        while block := self._file.read(2**20):
+            self._digest.update(block)
+        self._ends, self._bytes = [0, *accumulate(tokens)], size
 
     def chain(self) -> str:
         """Returns the hash of all documents that were passed."""

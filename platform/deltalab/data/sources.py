@@ -35,6 +35,21 @@ class Reading:
     pattern: str = "*"
 
 
+@dataclass
+class Place:
+    """Where the reading of a source is.
+
+    Attributes:
+        row: The number of rows of a stream that have been read.
+        state: The state of the stream's data set from which reading goes on; None for its start.
+        stream: The data set that is read; None as long as the source is no stream.
+    """
+
+    row: int = 0
+    state: dict[str, Any] | None = None
+    stream: Any = None
+
+
 @dataclass(frozen=True)
 class Source:
     """A source that a user named.
@@ -54,24 +69,25 @@ class Source:
         """The bytes on disk; None if they are not known."""
         return None if self.files is None else sum(size for _, size in self.files)
 
-    def documents(self, reading: Reading) -> Iterator[tuple[bytes, int]]:
+    def documents(self, reading: Reading, place: Place | None = None) -> Iterator[tuple[bytes, int]]:
         """Yields each document, and the number of bytes of the source that have been read at its end.
 
         Args:
             reading: How the source is read.
+            place: Where to begin in a stream. It goes along with the documents.
 
         Raises:
             InputError: A document cannot be read. The message names the file and the line.
         """
         if self.files is None:
-            for document in _of_hub(self.name, self.revision, reading.field):
+            for document in _of_hub(self.name, self.revision, reading.field, place or Place()):
                 yield document, 0
             return
         before = 0
         for file, size in self.files:
             try:
-                for document, place in _of_file(file, size, reading):
-                    yield document, before + min(place, size)
+                for document, read in _of_file(file, size, reading):
+                    yield document, before + min(read, size)
             except (OSError, EOFError) as error:
                 raise InputError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
             before += size
@@ -205,7 +221,7 @@ def revision_of(name: str) -> str:
         ) from None
 
 
-def _of_hub(name: str, revision: str | None, field: str) -> Iterator[bytes]:
+def _of_hub(name: str, revision: str | None, field: str, place: Place) -> Iterator[bytes]:
     _require_datasets(name)
     import datasets
 
@@ -213,8 +229,12 @@ def _of_hub(name: str, revision: str | None, field: str) -> Iterator[bytes]:
     revision = revision or stated
     try:
         rows: Any = datasets.load_dataset(dataset, config, split="train", streaming=True, revision=revision)
-        for number, row in enumerate(rows, 1):
-            yield _text(row, field, f"{name}: row {number}")
+        if place.state is not None:
+            rows.load_state_dict(place.state)
+        place.stream = rows
+        for row in rows:
+            place.row += 1
+            yield _text(row, field, f"{name}: row {place.row}")
     except InputError:
         raise
     except Exception as error:
