@@ -599,6 +599,55 @@ def test_no_kill_changes_a_loss(whole: Path, victim: str) -> None:
     assert losses(whole / f"{victim}.db") == losses(whole / "whole.db")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "moments"), [("torchtitan", ["training"]), ("accelerate", ["training", "evaluating"])]
+)
+def test_no_kill_changes_the_curve_of_evaluations(
+    packed: Path, tmp_path: Path, engine: str, moments: list[str]
+) -> None:
+    """The kill comes between the first two milestones: of the training, or of their evaluations."""
+    steps, apart, every = 400, 120, 20
+    settings = {"log.every": 10, "checkpoint.every": every, "checkpoint.keep": 2}
+    section = {"name": engine, "settings": settings, "evaluate": ["loss"], "evaluate_every": apart}
+    train = {**STUDY["base"]["train"], "steps": steps}
+    changed = study(packed, arms={}, seeds=1, compare={}, engine=section, base={**STUDY["base"], "train": train})
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(changed))
+    subprocess.run(command(tmp_path / "s.yaml", "whole"), cwd=tmp_path, check=True, capture_output=True)
+    whole = evaluated(tmp_path / "whole.db")
+    assert {step for _, step in whole} == {apart, 2 * apart, 3 * apart, steps}
+    assert len(set(whole.values())) == len(whole), "each is of other weights"
+    # The first milestone is no more among the newest checkpoints, or it has been measured.
+    reached = {"training": f"checkpoints/step-{apart + 2 * every}", "evaluating": "evaluations.json"}
+    for moment in moments:
+        run, folder = command(tmp_path / "s.yaml", moment), tmp_path / moment
+        driver = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 240
+        while not [*folder.glob(f"engines/*/seed_1/{reached[moment]}")]:
+            assert time.monotonic() < until, "no milestone"
+            assert driver.poll() is None, "it ended before the kill"
+            time.sleep(0.01)
+        family = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        driver.wait()
+        psutil.wait_procs(family, timeout=60)
+        left = {int(file.name[5:]) for file in folder.glob("engines/*/seed_1/checkpoints/step-*")}
+        assert (2 * apart in left) == (moment == "evaluating"), left
+        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert evaluated(tmp_path / f"{moment}.db") == whole, moment
+
+
+def evaluated(db: Path) -> dict[tuple[str, int], float]:
+    """What the section `engine` evaluated, by metric and step."""
+    found = {}
+    with Store.open(db) as store:
+        for metric in (f"loss loss@{times * LENGTH}" for times in (1, 2, 4)):
+            points = store.curves(1, "text", metric, "test")
+            found |= {(metric, point.step): point.value for point in points}
+    return found
+
+
 SECONDS = 6.0
 
 
