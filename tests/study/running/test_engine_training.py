@@ -156,6 +156,14 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": {"name": "accelerate", "evaluate": ["ruler/vtt"]}}, "did you mean 'vt'"),
         ({"engine": {"name": "accelerate", "evaluate": ["lm"], "lengths": [64]}}, "suite 'lm' has no lengths"),
         ({"engine": {"name": "accelerate", "evaluate": ["recall"], "files": "nowhere"}}, "engine.files: nowhere: no"),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["recall/fda"], "files": "."}},
+            "study: engine.files .: holds no folder hazyresearch/based-fda: `hf download --repo-type dataset hazyres",
+        ),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["recall/fda"], "lengths": [50]}},
+            "study: engine.lengths: 50 tokens are too few for recall",
+        ),
         ({"engine": {"name": "accelerate", "evaluate_every": 4}}, "evaluate_every is of the tasks that evaluate names"),
         (
             {"engine": {"name": "accelerate", "evaluate": ["loss"], "evaluate_every": 40}},
@@ -430,6 +438,30 @@ def test_the_engine_trains_and_the_trial_is_measured_as_ever(packed: Path, tmp_p
     assert tables["text"].rows[0].score.mean == pytest.approx(
         scores[trial.key, 1] if both else sum(scores.values()) / 2
     )
+
+
+@pytest.mark.slow
+def test_trained_models_are_compared_on_the_recall_suite_of_a_folder(packed: Path, tmp_path: Path) -> None:
+    pair = {"key": "owner", "value": "Ann", "text": "The owner is Ann.\n\nowner:"}
+    rows: dict[str, dict[str, Any]] = {"based-fda": pair, "based-swde-v2": pair}
+    rows["based-squad"] = {"value": "the mill", "text": "It has the mill. In it stands"}
+    cloze = {"context": "A man in a hat.", "question": "The man wears", "answers": ["a hat"]}
+    rows |= dict.fromkeys(("based_triviaqa", "based_nq_512", "based_drop"), cloze)
+    for name, row in rows.items():
+        (tmp_path / "files/hazyresearch" / name).mkdir(parents=True)
+        text = "".join(json.dumps({**row, "doc_id": str(i)}) + "\n" for i in range(9))
+        (tmp_path / "files/hazyresearch" / name / "validation.jsonl").write_text(text)
+    section = {"name": "accelerate", "evaluate": ["recall"], "lengths": [100], "limit": 8}
+    section["files"] = str(tmp_path / "files")
+    compare = {"text": ["recall mean@100", "recall/fda contains@100"]}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(study(packed, engine=section, compare=compare, seeds=1)))
+    outcome = run_study_file(tmp_path / "s.yaml", db=tmp_path / "lab.db", executor="inline", unchecked=True)
+    assert outcome.state == "done"
+    tables = {table.task: table for table in open_report("s", db=tmp_path / "lab.db").tables}
+    assert list(tables) == ["text", "text: recall mean@100", "text: recall/fda contains@100"]
+    for table in list(tables.values())[1:]:
+        assert table.maximize
+        assert [(row.arm, row.score.n) for row in table.rows] == [("base", 1), ("comba", 1)]
 
 
 def bits_per_byte(model: Model, task: Text) -> float:

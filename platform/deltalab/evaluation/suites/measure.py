@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError, NotInstalled
@@ -111,20 +112,35 @@ def require(
         evaluating.require(folder, ours, options.data, options.length, None)
         if suite.asked_by == "harness":
             find_tasks([task.name for task in tasks], None)
-            if missing := [name for name in suite.packages if find_spec(name) is None]:
-                raise NotInstalled(f"suite {suite.name}: needs {', '.join(missing)}", "'deltalab[eval]'")
         if suite.asked_by != "deltalab" and not folder.has_tokenizer:
             raise InputError(f"{folder.named}: has no tokenizer: {NO_TOKENIZER}")
-        for task in tasks:
-            if suite.asked_by == "harness":
-                copy_of(task.needs[0], options.harness.files)
-            elif suite.asked_by == "ruler":
-                ruler.require_files(task.needs, options.harness.files)
-            elif suite.asked_by == "recall":
-                for length in lengths:
-                    recall.require_room(length)
-                    copy_of(_recalled(task, length), options.harness.files)
+        require_data(suite, tasks, lengths, options.harness.files)
     return suites
+
+
+def require_data(suite: Suite, tasks: Iterable[SuiteTask], lengths: Sequence[int], files: Path | None) -> None:
+    """Checks what a suite needs of any model: packages, copies of data sets, and room for an answer.
+
+    Args:
+        suite: The suite.
+        tasks: Those of its tasks that are asked.
+        lengths: The lengths in tokens of texts.
+        files: The folder of copies; None if data sets come from the Hub.
+
+    Raises:
+        InputError: If one of them is missing.
+    """
+    if missing := [name for name in suite.packages if find_spec(name) is None]:
+        raise NotInstalled(f"suite {suite.name}: needs {', '.join(missing)}", "'deltalab[eval]'")
+    for task in tasks:
+        if suite.asked_by == "harness":
+            copy_of(task.needs[0], files)
+        elif suite.asked_by == "ruler":
+            ruler.require_files(task.needs, files)
+        elif suite.asked_by == "recall":
+            for length in lengths:
+                recall.require_room(length)
+                copy_of(_recalled(task, length), files)
 
 
 def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> list[Result]:

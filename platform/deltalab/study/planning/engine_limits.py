@@ -1,5 +1,6 @@
 """Refuses, while a study is planned, what its engine cannot train."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from deltalab.evaluation.loss import TIMES, too_short
 from deltalab.evaluation.needle import no_room
 from deltalab.evaluation.needle_questions import KINDS, questions
 from deltalab.evaluation.results import OWN
+from deltalab.evaluation.suites.measure import require_data
 from deltalab.evaluation.suites.suite import chosen, lengths_of, suites_among
 from deltalab.export.recipe import no_context, no_graphs_of
 from deltalab.models.spec import ModelSpec
@@ -65,11 +67,13 @@ def _require_known(names: Sequence[str], lengths: Sequence[int], files: str | No
     if "proxy" in tasks:
         raise InputError("engine.evaluate: proxy asks the task that a model comes from, which is this study's own")
     try:
-        for suite, _ in chosen(of_suites):
-            lengths_of(suite, lengths)
+        for suite, asked in chosen(of_suites):
+            require_data(suite, asked, lengths_of(suite, lengths), None if files is None else Path(files))
         find_tasks([task for task in tasks if task not in OWN], None)
     except InputError as error:
-        raise InputError(f"engine.evaluate: {str(error).removeprefix('--suite: ')}") from None
+        text = re.sub(r"^--suite: ", "engine.evaluate: ", str(error))
+        text = re.sub(r"^--(files|lengths)", r"engine.\1", text)
+        raise InputError(text if text.startswith("engine.") else f"engine.evaluate: {text}") from None
 
 
 def _require_room(names: Sequence[str], data: Packed, length: int) -> None:
