@@ -32,6 +32,7 @@ import deltalab
 from deltalab import elementwise, nonlinear, ridge
 from deltalab.authoring.inputs import draw
 from deltalab.kernels import chunk, dispatch, ptxas
+from deltalab.kernels import launch as kernel_launch
 from deltalab.kernels.compilations import Launcher
 from deltalab.kernels.scalar import launch as scalar_launch
 from deltalab.ops.scan import operands
@@ -176,6 +177,7 @@ def main() -> None:
     ptxas.choose()
     compiler = Compiler(options.arch)
     scalar_launch.has_tensor_memory = lambda: options.arch == "100"
+    kernel_launch.is_a100 = lambda: options.arch == "80"
     chunk.PTX = tl.constexpr(not options.arch.startswith("gfx"))
     for module in (elementwise, nonlinear, ridge):  # CPU tensors stand for those of a GPU.
         module.available = lambda device: KERNELS  # type: ignore[attr-defined]

@@ -21,14 +21,20 @@ MOST = 256
 """How many plans are remembered. When there are more, all are forgotten."""
 
 ALL_REGISTERS = 255
-"""The most registers that a thread can have. Left alone, ptxas gives a kernel with fp32 products 32 registers and
-spills up to 10 KiB."""
+"""The most registers that a thread can have. Left alone, ptxas gives kernels with fp32 products, and many kernels of an
+A100, 32 registers, and spills up to 12 KiB."""
 
 
 @cache
 def has_tensor_memory() -> bool:
     """Returns whether this machine's GPU keeps accumulators in tensor memory, as those of compute capability 10 do."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+
+
+@cache
+def is_a100() -> bool:
+    """Returns whether this machine's GPU has compute capability 8.0."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (8, 0)
 
 
 class Packing(NamedTuple):
@@ -151,6 +157,8 @@ class Launch:
         sizes = {**self.sizes(name), "from_chunk": chunks.start, "to_chunk": chunks.stop, "span": len(chunks)}
         taken = {argument: size for argument, size in sizes.items() if argument in missing}
         resources = self.resources(name)
+        if is_a100():
+            resources = {"maxnreg": ALL_REGISTERS, **resources}
         if torch.version.hip:  # Triton's back end for AMD knows no limit of registers.
             resources.pop("maxnreg", None)
         return Launcher(kernel, taken, resources)
