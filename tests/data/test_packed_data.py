@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,6 +241,41 @@ class Died(BaseException):
     """What stands for a kill."""
 
 
+class Kills:
+    """Kills a packing at one of its writes, and packs again until it ends.
+
+    Attributes:
+        deaths: The kills so far.
+    """
+
+    def __init__(self) -> None:
+        self.left = self.deaths = 0
+
+    def at(self, write: Callable[..., None], *, is_made: bool) -> Callable[..., None]:
+        """Returns a write at which a packing may die, after the write if `is_made`, else before."""
+
+        def wrapped(*arguments: Any) -> None:
+            self.left -= 1
+            if is_made:
+                write(*arguments)
+            if self.left == 0:
+                raise Died
+            if not is_made:
+                write(*arguments)
+
+        return wrapped
+
+    def pack(self, each: int, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Packs, and dies at the write of number `each` of every attempt that has so many."""
+        for _ in range(100):
+            self.left = each
+            try:
+                return pack(*arguments, **options)
+            except Died:
+                self.deaths += 1
+        raise AssertionError("it does not end")
+
+
 def mixed(tmp_path: Path) -> list[str]:
     """Three sources; the second repeats documents of the first, the third is too short for its share."""
     random = np.random.default_rng(1)
@@ -279,28 +314,13 @@ def test_training_tokens_are_bounded_however_often_killed(
     everything = [text for split in kept.values() for text in split]
     assert len(everything) == len(set(everything))
 
-    write, left = packing.write_json, 0
-
-    def dying(*arguments: Any) -> None:
-        nonlocal left
-        write(*arguments)
-        left -= 1
-        if left == 0:
-            raise Died
-
-    monkeypatch.setattr(packing, "write_json", dying)
-    deaths = 0
-    for each in (1, 2, 3):  # the writes of the state before each death
+    kills = Kills()
+    monkeypatch.setattr(packing, "write_json", kills.at(packing.write_json, is_made=True))
+    for each in (2, 3, 4):
         out = tmp_path / f"killed{each}"
-        for _ in range(100):
-            left = each + 1
-            try:
-                assert pack(names, out, **options) == meta
-                break
-            except Died:
-                deaths += 1
+        assert kills.pack(each, names, out, **options) == meta
         assert contents(out) == contents(tmp_path / "whole")
-    assert deaths >= 8
+    assert kills.deaths >= 8
 
 
 def test_the_tokens_of_another_packing_are_refused(story: Path, tmp_path: Path) -> None:
@@ -533,33 +553,17 @@ def test_a_stream_goes_on_where_the_killed_packing_stopped(
     names = [before, "org/one", after, "org/two"]
     options: dict[str, Any] = {"shares": HALVES, "shard_tokens": 700, "most_tokens": most, "weights": weights}
     meta = pack(names, tmp_path / "whole", **options)
-    once, left = read, 0
-
-    def dying(write: Any) -> Any:
-        def wrapped(*arguments: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Died
-            write(*arguments)
-
-        return wrapped
-
+    once = read
+    kills = Kills()
     monkeypatch.setattr(row_log, "BLOCK", 7)
     for module in (packing, row_log):
-        monkeypatch.setattr(module, "write_json", dying(module.write_json))
-    for each in (5, 8, 11):  # what is written before each death
-        out, read, deaths = tmp_path / f"killed{each}", 0, 0
-        for _ in range(100):
-            left = each
-            try:
-                assert pack(names, out, **options) == meta
-                break
-            except Died:
-                deaths += 1
+        monkeypatch.setattr(module, "write_json", kills.at(module.write_json, is_made=False))
+    for each in (5, 8, 11):
+        out, read, kills.deaths = tmp_path / f"killed{each}", 0, 0
+        assert kills.pack(each, names, out, **options) == meta
         assert contents(out) == contents(tmp_path / "whole")
-        assert deaths >= 2
-        assert read <= once + 30 * deaths, "a death costs the rows since the last whole shard, not all"
+        assert kills.deaths >= 2
+        assert read <= once + 30 * kills.deaths, "a death costs the rows since the last whole shard, not all"
 
 
 def test_a_packing_goes_on_with_the_revision_that_it_began_with(

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -653,21 +655,26 @@ def test_no_kill_changes_the_curve_of_evaluations(
     reached = {"training": f"checkpoints/step-{apart + 2 * every}", "evaluating": "evaluations.json"}
     for moment in moments:
         run, folder = command(tmp_path / "s.yaml", moment), tmp_path / moment
-        driver = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 240
-        while not [*folder.glob(f"engines/*/seed_1/{reached[moment]}")]:
-            assert time.monotonic() < until, "no milestone"
-            assert driver.poll() is None, "it ended before the kill"
-            time.sleep(0.01)
-        family = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-        driver.wait()
-        psutil.wait_procs(family, timeout=60)
+        kill_at(partial(folder.glob, f"engines/*/seed_1/{reached[moment]}"), run, tmp_path)
         left = {int(file.name[5:]) for file in folder.glob("engines/*/seed_1/checkpoints/step-*")}
         assert (2 * apart in left) == (moment == "evaluating"), left
         done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         assert evaluated(tmp_path / f"{moment}.db") == whole, moment
+
+
+def kill_at(signs: Callable[[], Iterable[object]], run: list[str], folder: Path) -> None:
+    """Starts a driver in a folder, kills it at the first sign, and waits for the end of all that it started."""
+    driver = subprocess.Popen(run, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 240
+    while not [*signs()]:
+        assert time.monotonic() < until, "no sign"
+        assert driver.poll() is None, "it ended before the kill"
+        time.sleep(0.01)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
+    psutil.wait_procs(family, timeout=60)
 
 
 def evaluated(db: Path) -> dict[tuple[str, int], float]:
@@ -692,16 +699,7 @@ def test_time_ends_a_training_and_goes_on_after_a_kill(packed: Path, tmp_path: P
     changed = study(packed, arms={}, seeds=1, compare={}, engine=section, base={**STUDY["base"], "train": train})
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(changed))
     run = command(tmp_path / "s.yaml", "runs")
-    driver = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 200
-    while not (spent := seconds_of(tmp_path)) or max(spent.values()) < SECONDS / 3:
-        assert time.monotonic() < until, "no checkpoint"
-        assert driver.poll() is None, "it trained to its end before the kill"
-        time.sleep(0.05)
-    family = psutil.Process(driver.pid).children(recursive=True)
-    driver.kill()
-    driver.wait()
-    psutil.wait_procs(family, timeout=60)
+    kill_at(lambda: (spent for spent in seconds_of(tmp_path).values() if spent >= SECONDS / 3), run, tmp_path)
     before = seconds_of(tmp_path)
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
