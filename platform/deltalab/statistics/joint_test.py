@@ -290,13 +290,16 @@ class _Family:
         units: The unit of each arm.
         margins: The least difference of each arm that matters.
         intervals: Whether undecided arms get an interval.
+        size: The largest root mean square of an arm's differences.
         stopped: The seeds at which arms stopped, by arm.
         decided: The arms that were found to differ from the base so far.
     """
 
     def __init__(self, pairs: list[Paired], units: list[int], margins: list[float], intervals: bool = True) -> None:
         self.pairs, self.units, self.margins, self.intervals = pairs, units, margins, intervals
+        self.size = max((_rms(arm.differences) for arm in pairs if arm.seeds), default=0.0)
         self._kept: dict[tuple[int, ...], _Flipped] = {}
+        self._others: dict[tuple[int, ...], dict[int, Array]] = {}
         self._of_shifts: tuple[tuple[int, bytes], dict[tuple[int, ...], tuple[Array, Array]]] = (0, b""), {}
         self._of_arm: dict[tuple[int, ...], tuple[Array, Array]] = {}
         self.stopped: dict[int, int] = {}
@@ -310,6 +313,7 @@ class _Family:
     def _forget(self) -> None:
         """Drops what was computed with the arms that were decided and stopped until now."""
         self._kept.clear()
+        self._others.clear()
         self._of_shifts = (0, b""), {}
 
     def tested(self, running: list[int], looks: Sequence[Look]) -> dict[int, Difference]:
@@ -331,9 +335,9 @@ class _Family:
         margin, is_equal = self.margins[j], self._is_equal(j, mean, looks)
         if smallest_p(len(d)) > looks[-1].spent or (p > ALPHA and not self.intervals):
             return Difference(mean, -math.inf, math.inf, p, len(d), margin, is_equal)
-        spread, largest = max(float(d.std()), self._scale(j, len(d))), max(_rms(arm.differences) for arm in self.pairs)
-        if spread < _DUST * largest:  # The seeds of a decided arm agree, so that only rounding is left.
-            spread = largest
+        spread = max(float(d.std()), self._scale(j, len(d)))
+        if spread < _DUST * self.size:  # The seeds of a decided arm agree, so that only rounding is left.
+            spread = self.size
         bounds = []
         for side in (-1.0, 1.0):
             # The values include 0, so that p and the interval agree.
@@ -420,18 +424,29 @@ class _Family:
     def _compared(self, j: int, shifts: Array, signs: Array) -> tuple[Array, Array]:
         of_j = _Flipped.shifted(self._exchanged(j, signs), shifts, signs)
         family = self._flipped(signs)
-        largest = np.zeros((1, 1))
-        for unit in dict.fromkeys(self.units):
-            others = [i for i, of in enumerate(self.units) if of == unit and i != j]
-            sizes = family.size[others][:, None]
-            if unit == self.units[j]:
-                sizes = np.vstack([np.broadcast_to(sizes, (len(others), len(shifts))), of_j.size])
-            constant = np.median(sizes, axis=0) / math.sqrt(2)
-            if others:
-                largest = np.maximum(largest, family.t(constant[:, None, None], others).max(axis=1))
-            if unit == self.units[j]:
-                t = of_j.t(constant[:, None])
-        return np.maximum(largest, t), t
+        others = [i for i, unit in enumerate(self.units) if unit == self.units[j] and i != j]
+        sizes = np.broadcast_to(family.size[others][:, None], (len(others), len(shifts)))
+        constant = np.median(np.vstack([sizes, of_j.size]), axis=0) / math.sqrt(2)
+        t = of_j.t(constant[:, None])
+        largest = np.maximum(self._elsewhere(signs)[self.units[j]], t)
+        if others:
+            largest = np.maximum(largest, family.t(constant[:, None, None], others).max(axis=1))
+        return largest, t
+
+    def _elsewhere(self, signs: Array) -> dict[int, Array]:
+        """For each unit, the largest T [1, E] of the arms of all other units, cached as those of `_flipped` are."""
+        if signs.shape not in self._others:
+            family = self._flipped(signs)
+            largest = {}
+            for unit in dict.fromkeys(self.units):
+                arms = [i for i, of in enumerate(self.units) if of == unit]
+                constant = np.median(family.size[arms]) / math.sqrt(2)
+                largest[unit] = family.t(np.full((1, 1), constant), arms).max(axis=0, keepdims=True)
+            none = np.zeros((1, len(signs)))
+            self._others[signs.shape] = {
+                unit: np.max([none, *(t for of, t in largest.items() if of != unit)], axis=0) for unit in largest
+            }
+        return self._others[signs.shape]
 
     def _flipped(self, signs: Array) -> "_Flipped":
         """The differences of all arms under every flip, cached until an arm is decided or stops."""
