@@ -36,7 +36,6 @@ from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.reports.report import report
 
 Array = NDArray[np.float64]
-REGION = re.compile(r"(<!-- order -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--times", type=float, default=16.0)
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument(
-        "--page", type=Path, help="a page, whose table between <!-- order --> and <!-- end --> is made anew"
+        "--page", type=Path, help="a page, whose table between <!-- order STUDY --> and <!-- end --> is made anew"
     )
     options = parser.parse_args(arguments)
     try:
@@ -221,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         options.out.write_text(json.dumps(made) + "\n")
     if options.page:
-        put(options.page, REGION, text)
+        put(options.page, re.compile(rf"(<!-- order {re.escape(study)} -->\n).*?(<!-- end -->)", re.DOTALL), text)
     print(text, end="")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -80,11 +81,19 @@ def test_arms_that_all_score_the_same_have_no_order() -> None:
     assert (found.low, found.high) == (-1.0, 1.0)
 
 
-def test_a_recorded_study_gives_its_table_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "order.json"
-    order.main(["--recorded", str(BENCHMARKS / "order_h100.json"), "--out", str(out)])
-    assert json.loads(out.read_text()) == json.loads((BENCHMARKS / "order_h100.json").read_text())
-    assert capsys.readouterr().out in (DOCS / "transfer.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["order_h100", "order_proxies_h200"])
+def test_a_recorded_study_gives_its_table_again(name: str, tmp_path: Path) -> None:
+    out, page = tmp_path / "order.json", tmp_path / "transfer.md"
+    published = (DOCS / "transfer.md").read_text(encoding="utf-8")
+    page.write_text(
+        re.sub(r"(<!-- order \S+ -->\n).*?(<!-- end -->)", r"\1\2", published, flags=re.DOTALL), encoding="utf-8"
+    )
+    recorded = BENCHMARKS / f"{name}.json"
+    order.main(["--recorded", str(recorded), "--out", str(out), "--page", str(page)])
+    assert json.loads(out.read_text()) == json.loads(recorded.read_text())
+    region = re.compile(rf"<!-- order {json.loads(recorded.read_text())['study']} -->.*?<!-- end -->", re.DOTALL)
+    assert region.findall(page.read_text(encoding="utf-8")) == region.findall(published)
+    assert len(region.findall(published)) == 1
 
 
 def test_the_best_rate_lies_between_those_tried() -> None:
