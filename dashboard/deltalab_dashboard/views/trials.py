@@ -82,7 +82,10 @@ def page(store: Store, study: Study) -> None:
     if not listing.rows:
         st.info(f"Page {number} is empty: the last is page {pages}." if pages else "No trial passes these filters.")
         return
-    rows = [table_row(trial, searched_settings(study), study) for trial in listing.rows]
+    paths = searched_settings(study)
+    rows = [table_row(trial, paths, study) for trial in listing.rows]
+    for path in paths:
+        of_one_kind(rows, path)
     if not any(trial.error for trial in listing.rows):
         for row in rows:
             del row["why not done"]
@@ -147,6 +150,20 @@ def table_row(trial: ListedTrial, paths: Iterable[str], study: Study) -> dict[st
         "finished, UTC": trial.finished_at,
         "key": trial.key,
     }
+
+
+def of_one_kind(rows: Iterable[dict[str, Any]], name: str) -> None:
+    """Writes a column's values as words, unless all are numbers or all are yes and no. A table's column has one kind.
+
+    >>> rows = [{"rule.b": 1}, {"rule.b": "head_sigmoid"}, {"rule.b": None}]
+    >>> of_one_kind(rows, "rule.b")
+    >>> rows
+    [{'rule.b': '1'}, {'rule.b': 'head_sigmoid'}, {'rule.b': None}]
+    """
+    given = [row for row in rows if row[name] is not None]
+    if len({str if isinstance(row[name], str) else isinstance(row[name], bool) for row in given}) > 1:
+        for row in given:
+            row[name] = row[name] if isinstance(row[name], str) else setting(row[name])
 
 
 if __name__ == "__main__":  # Streamlit runs a page as a script.
