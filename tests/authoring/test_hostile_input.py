@@ -17,8 +17,7 @@ from tests.support.watched import Watched
 from deltalab import reading, registry, rule
 from deltalab.errors import InputError
 from deltalab.models import costs
-from deltalab.models import spec as model
-from deltalab.models.parts import limits
+from deltalab.models.settings import limits
 from deltalab.reading import read_json, read_yaml
 from deltalab.study.forecast import notes, step_time
 from deltalab.study.specs import method_settings
@@ -255,7 +254,7 @@ def test_the_table_of_limits_has_every_limit() -> None:
         ),
         *(
             *limits.MOST.values(),
-            model.MOST_EXPANDED,
+            limits.MOST_EXPANDED,
             *training.MOST.values(),
             method_settings.MOST_TOKENS,
             rule.MOST_KNOB,

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from deltalab.gates import Gate
-from deltalab.models.parts import limits as model
+from deltalab.models.settings import limits as model
 from deltalab.registry import list_rules, rule_plugin
 from deltalab.rule import MOST_KNOB
 from deltalab.tasks import BUILTIN

@@ -11,7 +11,7 @@ from typing import Any
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.costs import CostCounter
-from deltalab.models.layer_list import Layer
+from deltalab.models.settings.layer_list import Layer
 from deltalab.models.spec import ModelSpec
 
 WITHIN = 0.03

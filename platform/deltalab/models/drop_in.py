@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
 from deltalab.models.block import make_mixer
-from deltalab.models.layer_list import OF_A_LAYER
 from deltalab.models.parts.cache import LayerCache
+from deltalab.models.settings.layer_list import OF_A_LAYER
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.layer_list import RULE
+from deltalab.models.settings.layer_list import RULE
 from deltalab.models.spec import ModelSpec
 
 PRESET = "preset"

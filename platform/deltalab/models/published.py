@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.layer_list import OF_A_LAYER
+from deltalab.models.settings.layer_list import OF_A_LAYER
 from deltalab.models.spec import ModelSpec
 from deltalab.registry import get_rule, list_rules, rule_plugin
 from deltalab.rule import UpdateRule

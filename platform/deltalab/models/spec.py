@@ -3,21 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.layer_list import ATTENTION, OF_A_MIXER, RULE, Layer, beside_layer, listed
-from deltalab.models.parts.bonus import without_bonus
-from deltalab.models.parts.canon import places_in_order
-from deltalab.models.parts.experts import experts_in_full
-from deltalab.models.parts.first_values import RANK, shares_in_full
-from deltalab.models.parts.images import check_images, grid, sees_all
-from deltalab.models.parts.latent import refusal
-from deltalab.models.parts.limits import whole
-from deltalab.models.parts.low_rank import activations_in_full, biases_in_full, projections
-from deltalab.models.parts.token_shift import token_shift_in_full
-from deltalab.ops.convolution import FEATURES
-from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS
+from deltalab.models.parts.first_values import RANK
+from deltalab.models.settings.layer_list import ATTENTION, RULE, Layer
+from deltalab.models.settings.spec_checks import check_spec
+from deltalab.ops.norm import EPS
 from deltalab.ops.peers.scans import PACKAGES
 from deltalab.ops.peers.table import hindrance
 from deltalab.ops.recurrence import Backend
@@ -25,25 +17,11 @@ from deltalab.own_module import OwnModule, as_rule
 from deltalab.registry import get_rule
 from deltalab.rule import UpdateRule
 
-SECOND_TO_LAST_OF_EIGHT = "second_to_last_of_every_eight"
-
-MLPS = ("swiglu", "relu2", "gated_relu2")
-"""The kinds of MLPs."""
-
-NORMS = ("rms", "layer")
-"""The kinds of norms before mixers, MLPs and logits."""
-
 MIXER = "mixer"
 """A key of a model that names a module in place of a rule: {module: ..., kwargs: {...}}."""
 
-ROPE = 10000.0
-"""The default base of rotary positions."""
-
 TIED_WIDTH = 64
 """The width up to which tied logits have the factor d_model ** -0.5; above it, the factor is 8 / d_model."""
-
-MOST_EXPANDED = 256
-"""The largest value of `ModelSpec.expand_v`."""
 
 LATER = {"since": "0.2"}
 """Marks a setting that the first release lacks. At its default, the setting does not change the key of a trial."""
@@ -216,63 +194,7 @@ class ModelSpec:
     axes: Literal[1, 2] = field(default=1, metadata=LATER)
 
     def __post_init__(self) -> None:
-        self._without_idle()
-        object.__setattr__(self, "patches", grid(self.patches))
-        if self.patches is not None:
-            object.__setattr__(self, "tie_embeddings", False)  # patches have no row for each class
-        for name in ("vocab_size", "d_model", "heads", "chunk_size"):
-            whole(name, getattr(self, name), least=1)
-        for name in ("conv", "window", "attention_residuals"):
-            whole(name, getattr(self, name), least=0)
-        if self.key_dim is not None:
-            whole("key_dim", self.key_dim, least=1)
-        elif self.d_model % self.heads:
-            problem = f"model.d_model {self.d_model} must be a multiple of heads {self.heads}, or set key_dim"
-            raise InputError(problem, key="model.d_model")
-        for name in ("qk_norm", "conv_bias", "skip", "bonus", "mlp_shift", "first_norm", "tie_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                wrong = InputError(f"model.{name} must be true or false, not {getattr(self, name)!r}")
-                raise wrong.with_fields(key=f"model.{name}", allowed=["true", "false"])
-        if (
-            isinstance(self.expand_v, bool)
-            or not isinstance(self.expand_v, int | float)
-            or not 0 < self.expand_v <= MOST_EXPANDED
-        ):
-            raise InputError(
-                f"model.expand_v must be a number above 0, and at most {MOST_EXPANDED}, not {self.expand_v!r}"
-            )
-        object.__setattr__(self, "expand_v", float(self.expand_v))  # 2 and 2.0 are one model, with one identity
-        check_images(self)
-        self._check_heads()
-        self._check_rope()
-        self._check_output()
-        self._check_numbers()
-        if self.block not in ("transformer", "mamba"):
-            raise unknown("block", self.block, ("transformer", "mamba"), where="model.block")
-        if self.backend not in get_args(Backend):
-            raise unknown("backend", self.backend, get_args(Backend), where="model.backend")
-        if self.readout not in ("position", "last"):
-            raise unknown("readout", self.readout, ("position", "last"), where="model.readout")
-        if self.block == "mamba":
-            object.__setattr__(self, "mlp", False)  # such a block has no MLP that a study could ablate
-        self._check_kinds()
-        if isinstance(self.layers, list | tuple | Mapping):
-            object.__setattr__(self, "layers", listed(self.layers, self.make_rule().name))
-        else:
-            whole("layers", self.layers, least=1)
-        self._check_attention()
-        if self.attention and (self.bonus or self.low_rank_activation or self.low_rank_bias):
-            self.at(next(filter(self.is_attention, range(self.depth))))  # attention may have none of these
-        name = self.make_rule().name
-        if self.beside is not None:
-            object.__setattr__(self, "beside", beside_layer(self.beside, name))
-            self.second()
-        if not isinstance(self.layers, int):
-            # The first layer has no value residual, so that its kind is checked again where another layer has it.
-            kinds = {(repr(entry), layer > 0): layer for layer, entry in reversed([*enumerate(self.layers)])}
-            for layer in sorted(kinds.values()):
-                self.at(layer)
-        self._check_values()
+        check_spec(self)
 
     @classmethod
     def of(cls, given: "ModelSpec | Mapping[str, Any]") -> "ModelSpec":
@@ -322,22 +244,6 @@ class ModelSpec:
                 if why := hindrance(one):
                     raise InputError(f"model.backend '{made.backend}': {why}", key="model.backend")
         return made
-
-    def _without_idle(self) -> None:
-        """Puts settings that no layer reads at their defaults, if all layers are modules: equal models are equal."""
-        if self.attention or not isinstance(self.layers, int):
-            return
-        rule = self.make_rule()
-        if not isinstance(rule, OwnModule):
-            return
-        for setting in fields(self):
-            if setting.name in (*OF_A_MIXER, "chunk_size") and setting.name not in rule.settings:
-                object.__setattr__(self, setting.name, 1 if setting.name == "heads" else setting.default)
-        if sees_all(rule) and self.beside is None:
-            object.__setattr__(self, "bidirectional", False)
-            object.__setattr__(self, "axes", 1)
-        if self.base_width is not None:
-            raise InputError(f"model.base_width scales matrices of deltalab, and module '{rule.name}' has its own")
 
     def make_rule(self) -> UpdateRule:
         """Returns the rule with its knobs set."""
@@ -508,184 +414,3 @@ class ModelSpec:
     def own_qk_heads(self) -> int:
         """The number of heads that have their own q."""
         return self.qk_heads or (1 if self.block == "mamba" else self.heads)
-
-    def _check_heads(self) -> None:
-        for name in ("qk_heads", "kv_heads"):
-            count = getattr(self, name)
-            if count is None:
-                continue
-            whole(name, count, least=1)
-            if self.heads % count:
-                raise InputError(f"model.{name} must divide heads {self.heads}, not be {count}", key=f"model.{name}")
-        if self.kv_heads not in (None, self.heads) and self.own_qk_heads < self.heads:
-            raise InputError(
-                "model.kv_heads: a layer shares k and v, or q and k by qk_heads (1 in mamba blocks), and not both; "
-                f"leave one of them at heads {self.heads}"
-            )
-
-    def _check_rope(self) -> None:
-        if not isinstance(self.rope, bool):
-            if not isinstance(self.rope, int | float) or not 1 < self.rope < 1e12:
-                problem = f"model.rope must be true, false or a base above 1, not {self.rope!r}"
-                raise InputError(problem, key="model.rope")
-            object.__setattr__(self, "rope", True if self.rope == ROPE else float(self.rope))
-        key_dim = self.head_dims[0]
-        if self.rope and self.rope_dim is None and key_dim % 2:
-            raise InputError(f"model.rope turns pairs of channels: key_dim must be even, not {key_dim}")
-        for name in ("rope_dim", "q_rank", "kv_rank"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), least=1)
-        sizes = {
-            "heads": self.heads,
-            "own_heads": min(self.own_qk_heads, self.kv_heads or self.heads),
-            "key_dim": key_dim,
-        }
-        ranks = self.q_rank, self.kv_rank, self.rope_dim
-        if reason := refusal(*ranks, **sizes, rope=bool(self.rope), token_shift=self.token_shift):
-            raise InputError(f"model.{reason}")
-
-    def _check_output(self) -> None:
-        kinds = {"output_norm": HEAD_NORMS, "output_gate": HEAD_GATES}
-        for name, allowed in kinds.items():
-            kind = getattr(self, name)
-            if isinstance(kind, bool):
-                continue
-            if kind not in allowed:
-                raise unknown(f"{name[7:]}", kind, [*allowed, "true", "false"], where=f"model.{name}")
-            # `rms` and true are one norm, and equal models are equal values. The keys of trials hold true or false.
-            plain = {"none": False, "rms": True, "sigmoid": True}
-            object.__setattr__(self, name, plain.get(kind, kind))
-        if self.gate_rank is not None:
-            whole("gate_rank", self.gate_rank, least=0)
-            if self.output_gate is False:
-                raise InputError("model.gate_rank has no effect without output_gate: say null, or a kind of gate")
-        if str(self.output_gate).endswith("before_norm") and self.output_norm is False:
-            raise InputError(
-                f"model.output_gate {self.output_gate} has no effect without output_norm: say sigmoid or silu"
-            )
-
-    def _check_numbers(self) -> None:
-        if self.features not in (None, *FEATURES):
-            raise unknown("features", self.features, FEATURES, where="model.features")
-        for name in ("scale", "init_std", "logit_cap", "norm_eps"):
-            value = getattr(self, name)
-            if value is None and name != "norm_eps":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-                raise InputError(f"model.{name} must be a positive number, not {value!r}", key=f"model.{name}")
-            object.__setattr__(self, name, float(value))
-        if self.base_width is not None:
-            whole("base_width", self.base_width, least=1)
-        if self.conv_bias and not self.conv:
-            raise InputError("model.conv_bias has no effect with conv 0: leave it out")
-        self._check_canon()
-        self._check_experts()
-        if self.mlp_width is not None:
-            whole("mlp_width", self.mlp_width, least=1)
-            if not self.mlp or self.block == "mamba":
-                raise InputError("model.mlp_width has no effect without an MLP")
-
-    def _check_kinds(self) -> None:
-        """Checks the settings whose values are names: kinds of norms, MLPs and shifts, and projections of a rank."""
-        if self.mlp not in (True, False, *MLPS) or isinstance(self.mlp, int) != isinstance(self.mlp, bool):
-            raise unknown("mlp", self.mlp, (*MLPS, "true", "false"), where="model.mlp")
-        if self.mlp == "swiglu":
-            object.__setattr__(self, "mlp", True)  # equal models are equal values
-        if self.mlp_shift and not self.mlp:
-            raise InputError("model.mlp_shift has no effect without an MLP")
-        if self.experts is not None and (isinstance(self.mlp, str) or self.mlp_shift):
-            key = "mlp_shift" if self.mlp_shift else f"mlp {self.mlp}"
-            raise InputError(f"model.experts are SwiGLUs that read x itself, and model.{key} is none: leave one out")
-        if self.norm not in NORMS:
-            raise unknown("norm", self.norm, NORMS, where="model.norm")
-        if self.norm != "rms" and self.attention_residuals:
-            raise InputError("model.attention_residuals has RMS norms of its own: leave it out, or model.norm layer")
-        object.__setattr__(self, "token_shift", token_shift_in_full(self.token_shift))
-        self._check_low_ranks()
-        if self.bonus and (reason := without_bonus(self.make_rule())):
-            raise InputError(f"model.{reason}")
-
-    def _check_low_ranks(self) -> None:
-        rule = self.make_rule()
-        projected = projections({} if isinstance(rule, OwnModule) else rule.gates, self.gate_rank)
-        object.__setattr__(self, "low_rank_bias", biases_in_full(self.low_rank_bias, projected))
-        object.__setattr__(self, "low_rank_activation", activations_in_full(self.low_rank_activation, projected))
-
-    def _check_experts(self) -> None:
-        if self.experts is None:
-            return
-        given = experts_in_full(self.experts)
-        if not self.mlp or self.block == "mamba":
-            raise InputError("model.experts has no effect without an MLP")
-        if "D" in self.canon:
-            raise InputError("model.canon D stands inside of an MLP, and model.experts has many: leave one of them out")
-        if given["width"] is not None and self.mlp_width is not None:
-            raise InputError("model.mlp_width has no effect with model.experts.width: leave one of them out")
-        # With every default written out, equal models are equal values.
-        object.__setattr__(self, "experts", given)
-
-    def _check_values(self) -> None:
-        if self.value_residual is None:
-            return
-        # With every default written out, equal models are equal values.
-        object.__setattr__(self, "value_residual", shares_in_full(self.value_residual))
-        of_first = None
-        alike = isinstance(self.layers, int) and not self.attention
-        for i, block in enumerate([self] if alike else map(self.at, range(self.depth))):
-            rule = block.make_rule()
-            for name, other in (("beside", "a second v"), ("kv_rank", "a latent in place of v")):
-                if getattr(block, name) is not None:
-                    raise InputError(f"model.value_residual mixes one v, and model.{name} has {other}: leave one out")
-            if isinstance(rule, OwnModule):
-                raise InputError(f"model.value_residual mixes the v of rules, which module '{rule.name}' does not have")
-            if RANK in self.value_residual and rule.steps > 1:
-                raise InputError(
-                    f"model.value_residual.rank gates one v of each token, and rule '{rule.name}' has {rule.steps}"
-                )
-            values = rule.steps, block.kv_heads or block.heads, block.head_dims[1]
-            of_first = of_first or values
-            if values != of_first:
-                sizes = [f"{steps} of {heads} heads x {width}" for steps, heads, width in (of_first, values)]
-                raise InputError(
-                    f"model.value_residual adds the values of layer 0 to those of layer {i}, which differ in number: "
-                    f"{sizes[0]} and {sizes[1]} for each token"
-                )
-
-    def _check_canon(self) -> None:
-        places = places_in_order(self.canon)
-        if "B" in places and isinstance(self.make_rule(), OwnModule):
-            raise InputError("model.canon B stands on q, k and v of a rule, which a module does not have")
-        if without := next(
-            (place for place in places if place in "CD" and (not self.mlp or self.block == "mamba")), None
-        ):
-            raise InputError(f"model.canon {without} has no effect without an MLP")
-        object.__setattr__(self, "canon", places)
-
-    def _check_attention(self) -> None:
-        if not isinstance(self.layers, int):
-            if self.attention or self.window:
-                key = "attention" if self.attention else "window"
-                raise InputError(
-                    f"model.{key} does not go with a list of layers: list {{name: {ATTENTION}, window: ...}} in layers"
-                )
-            object.__setattr__(self, "attention", ())
-            return
-        if isinstance(self.attention, str):
-            if self.attention != SECOND_TO_LAST_OF_EIGHT:
-                raise unknown(
-                    "layout", self.attention, [SECOND_TO_LAST_OF_EIGHT, "[layer, ...]"], where="model.attention"
-                )
-            if self.depth < 7:
-                raise InputError(f"model.attention {self.attention} needs at least 7 layers, not {self.depth}")
-        elif not isinstance(self.attention, list | tuple):
-            raise InputError(
-                f"model.attention must be [layer, ...] or {SECOND_TO_LAST_OF_EIGHT}, not {self.attention!r}"
-            )
-        else:
-            object.__setattr__(self, "attention", tuple(self.attention))
-            for layer in self.attention:
-                if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
-                    wrong = InputError(f"model.attention names layer {layer!r}; there are 0 to {self.depth - 1}")
-                    raise wrong.with_fields(key="model.attention", allowed=[*map(str, range(self.depth))])
-        if self.window and not self.attention:
-            raise InputError("model.window has no effect without attention layers")

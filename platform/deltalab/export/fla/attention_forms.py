@@ -19,7 +19,8 @@ from deltalab.export.fla.layer_form import (
     projections,
     same,
 )
-from deltalab.models.spec import ROPE, ModelSpec
+from deltalab.models.settings.spec_checks import ROPE
+from deltalab.models.spec import ModelSpec
 from deltalab.ops.norm import EPS
 
 # Softmax attention, as a whole model or as single layers of another model.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.parts.limits import whole
+from deltalab.models.settings.limits import whole
 from deltalab.models.start import Matrices, linear
 
 EXPERTS: dict[str, Any] = {"count": 8, "top": 2, "shared": 1, "width": None, "balance": 0.01}

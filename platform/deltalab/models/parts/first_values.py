@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.parts.limits import whole
+from deltalab.models.settings.limits import whole
 from deltalab.models.start import Given, Started, linear
 
 VALUES: dict[str, Any] = {"first": 0.5, "own": 0.5, "learned": True}

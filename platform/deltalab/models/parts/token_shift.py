@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.parts.limits import whole
+from deltalab.models.settings.limits import whole
 from deltalab.models.start import Parameters, Ramp, Started, Zeros, linear
 from deltalab.ops.packing import Sequences
 

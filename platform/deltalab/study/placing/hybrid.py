@@ -3,7 +3,7 @@
 import re
 
 from deltalab.errors import InputError
-from deltalab.models.layer_list import ATTENTION
+from deltalab.models.settings.layer_list import ATTENTION
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.plan import Plan
 from deltalab.training.spec import TrainSpec

@@ -18,7 +18,7 @@ def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
     names = [str(config.get("rule.name")) for config in (before, after)]
     if any("." in name for name in names):  # as in that of every module of another author
         # Both import torch, which the comparison of rules does not need.
-        from deltalab.models.layer_list import OF_A_MIXER
+        from deltalab.models.settings.layer_list import OF_A_MIXER
         from deltalab.own_module import is_path
 
         if any(map(is_path, names)):

@@ -10,8 +10,8 @@ from typing import Any
 from deltalab.errors import InputError, shortened, unknown
 from deltalab.models.costs import CostCounter
 from deltalab.models.hybrids import PRESET
-from deltalab.models.layer_list import OF_A_MIXER
 from deltalab.models.published import written_out
+from deltalab.models.settings.layer_list import OF_A_MIXER
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
 from deltalab.registry import get_task, rule_plugin

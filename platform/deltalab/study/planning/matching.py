@@ -13,8 +13,8 @@ from deltalab.errors import InputError, unknown
 from deltalab.gate import MOST_WIDTH
 from deltalab.models.block import mlp_width
 from deltalab.models.costs import CostCounter
-from deltalab.models.parts.limits import MOST
-from deltalab.models.spec import MOST_EXPANDED, ModelSpec
+from deltalab.models.settings.limits import MOST, MOST_EXPANDED
+from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule, is_path
 from deltalab.rule import MOST_KNOB
 from deltalab.study.specs.sections.budget import Bound, Match

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from deltalab.errors import InputError
 from deltalab.models.costs import CostCounter
-from deltalab.models.layer_list import OF_NO_PRESET, RULE
+from deltalab.models.settings.layer_list import OF_NO_PRESET, RULE
 from deltalab.models.spec import LATER, TIED_WIDTH, ModelSpec
 from deltalab.registry import rule_plugin, task_plugin
 from deltalab.study.planning.matching import Bounded, Matcher

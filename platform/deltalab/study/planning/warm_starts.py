@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.layer_list import RULE
+from deltalab.models.settings.layer_list import RULE
 from deltalab.store import Store
 from deltalab.study.planning.plan import Plan
 from deltalab.study.specs.method_settings import resolve_rule, rule_of, with_values

@@ -1,4 +1,4 @@
-"""The largest whole numbers of a model, and the check that a setting is one."""
+"""The largest numbers of a model, and the check that a setting is a whole number within them."""
 
 from deltalab.errors import InputError
 
@@ -28,6 +28,9 @@ MOST = {
 
 The largest value of `layers` also bounds the number of blocks.
 """
+
+MOST_EXPANDED = 256
+"""The largest value of `ModelSpec.expand_v`."""
 
 
 def whole(name: str, value: object, *, least: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.parts.limits import MOST, whole
+from deltalab.models.settings.limits import MOST, whole
 from deltalab.own_module import OwnModule, as_rule, is_path
 from deltalab.registry import get_rule
 
