@@ -1,6 +1,6 @@
 """Gate parameterizations. Each says how a symbol of an update rule is computed, its range, and where it starts.
 
-A gate is data and one function. `models.parts.gates.Gates` turns the gate into parameters. To add a gate, write a
+A gate is data and one function. `models.rule_inputs.gates.Gates` turns the gate into parameters. To add a gate, write a
 function that returns a `Gate`, decorate it with `@parameterization`, and put it in the file of the rule that needs it.
 
 Some gates here, such as `retnet_decay`, serve a single built-in rule. They stay in this file, because moving a gate

@@ -15,7 +15,7 @@ from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, build_model
 from deltalab.models.parts.squared_relu import SquaredReLU
-from deltalab.models.parts.token_shift import TokenShift
+from deltalab.models.rule_inputs.token_shift import TokenShift
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.scan import scan
 from deltalab.training.spec import TrainSpec

@@ -13,7 +13,7 @@ from deltalab import gates
 from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.layer import initialize
-from deltalab.models.parts.gates import Gates
+from deltalab.models.rule_inputs.gates import Gates
 
 D, H, K = 24, 3, 4
 

@@ -22,7 +22,7 @@ from deltalab.models.graphs.tokens import TokenGraphs
 from deltalab.models.layer import initialize
 from deltalab.models.model import Model, balance_of, parameter_groups
 from deltalab.models.parts.cache import LayerCache
-from deltalab.models.parts.gates import shard_gates
+from deltalab.models.rule_inputs.gates import shard_gates
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.packing import Packing
 

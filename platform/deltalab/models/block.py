@@ -17,7 +17,7 @@ from deltalab.models.parts.experts import Experts
 from deltalab.models.parts.images import scans_of
 from deltalab.models.parts.module_layer import ModuleLayer
 from deltalab.models.parts.squared_relu import SquaredReLU, squared_relu_width
-from deltalab.models.parts.token_shift import TokenShift, shifted
+from deltalab.models.rule_inputs.token_shift import TokenShift, shifted
 from deltalab.models.settings.spec_checks import ROPE
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import Linear, Matrices, Started, Uniform, linear

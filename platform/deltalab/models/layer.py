@@ -15,12 +15,12 @@ from deltalab.models.parts.bonus import TokenBonus, without_bonus
 from deltalab.models.parts.cache import CacheSize
 from deltalab.models.parts.cache import LayerCache as LayerCache
 from deltalab.models.parts.canon import CANON, before_convolution
-from deltalab.models.parts.first_values import RANK, ValueGate, ValueResidual
-from deltalab.models.parts.gates import Gates, Vectors, first_linear, own_reader, unit
-from deltalab.models.parts.gates import shard_gates as shard_gates
-from deltalab.models.parts.latent import Latent, kept, refusal
-from deltalab.models.parts.low_rank import INSIDE, OUTPUT_GATE
-from deltalab.models.parts.token_shift import EACH, TokenShift
+from deltalab.models.rule_inputs.first_values import RANK, ValueGate, ValueResidual
+from deltalab.models.rule_inputs.gates import Gates, Vectors, first_linear, own_reader, unit
+from deltalab.models.rule_inputs.gates import shard_gates as shard_gates
+from deltalab.models.rule_inputs.latent import Latent, kept, refusal
+from deltalab.models.rule_inputs.low_rank import INSIDE, OUTPUT_GATE
+from deltalab.models.rule_inputs.token_shift import EACH, TokenShift
 from deltalab.models.start import Ones, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
 from deltalab.ops.convolution import FEATURES, Channels, features, fused, fuses, tail_of

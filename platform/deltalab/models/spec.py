@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from deltalab.errors import InputError, unknown
-from deltalab.models.parts.first_values import RANK
+from deltalab.models.rule_inputs.first_values import RANK
 from deltalab.models.settings.layer_list import ATTENTION, RULE, Layer
 from deltalab.models.settings.spec_checks import check_spec
 from deltalab.ops.norm import EPS

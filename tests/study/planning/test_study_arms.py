@@ -48,7 +48,7 @@ from tests.support.papers import (
 import deltalab
 from deltalab.models.costs import CostCounter
 from deltalab.models.layer import RuleLayer
-from deltalab.models.parts.gates import Gates
+from deltalab.models.rule_inputs.gates import Gates
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import PlannedArm

@@ -34,7 +34,7 @@ from deltalab.authoring.rule_checks.rule_runs import (
 )
 from deltalab.errors import InputError
 from deltalab.models.layer import RuleLayer
-from deltalab.models.parts.gates import Gates, Vectors
+from deltalab.models.rule_inputs.gates import Gates, Vectors
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.scan import operands
 from deltalab.rule import Option, UpdateRule

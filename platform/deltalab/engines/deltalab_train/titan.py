@@ -17,7 +17,7 @@ from deltalab.data.token_shards import Packed
 from deltalab.models.model import Model, head_loss, parameter_groups
 from deltalab.models.parts.context import Context
 from deltalab.models.parts.experts import idle_parameters
-from deltalab.models.parts.gates import shard_gates
+from deltalab.models.rule_inputs.gates import shard_gates
 from deltalab.models.start import initialize
 from deltalab.training.muon import MuonWithAdamW
 from deltalab.training.recipe_keys import micro_batch, rate_factor

@@ -20,7 +20,7 @@ from deltalab.export.fla.layer_form import (
     shares_of,
     widths_from,
 )
-from deltalab.models.parts.gates import own_reader
+from deltalab.models.rule_inputs.gates import own_reader
 from deltalab.models.spec import ModelSpec
 
 OF_BOTH: dict[str, object] = {"norm": "layer", "mlp_shift": True, "conv": 0, "output_norm": "group"}

@@ -1,1 +1,1 @@
-"""Parts of a block beside its rule: attention over depth, experts, latents of q, k and v."""
+"""Parts of a block beside its rule: attention over depth, experts, images, and what layers hold between calls."""

@@ -8,11 +8,11 @@ from deltalab.errors import InputError, unknown
 from deltalab.models.parts.bonus import without_bonus
 from deltalab.models.parts.canon import places_in_order
 from deltalab.models.parts.experts import experts_in_full
-from deltalab.models.parts.first_values import RANK, shares_in_full
 from deltalab.models.parts.images import check_images, grid, sees_all
-from deltalab.models.parts.latent import refusal
-from deltalab.models.parts.low_rank import activations_in_full, biases_in_full, projections
-from deltalab.models.parts.token_shift import token_shift_in_full
+from deltalab.models.rule_inputs.first_values import RANK, shares_in_full
+from deltalab.models.rule_inputs.latent import refusal
+from deltalab.models.rule_inputs.low_rank import activations_in_full, biases_in_full, projections
+from deltalab.models.rule_inputs.token_shift import token_shift_in_full
 from deltalab.models.settings.layer_list import ATTENTION, OF_A_MIXER, beside_layer, listed
 from deltalab.models.settings.limits import MOST_EXPANDED, whole
 from deltalab.ops.convolution import FEATURES

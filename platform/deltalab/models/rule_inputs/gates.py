@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltalab.gates import Gate
-from deltalab.models.parts.low_rank import INSIDE
-from deltalab.models.parts.token_shift import shifted
+from deltalab.models.rule_inputs.low_rank import INSIDE
+from deltalab.models.rule_inputs.token_shift import shifted
 from deltalab.models.start import OfGate, Parameters, Started, Uniform, linear
 from deltalab.ops.convolution import LEAST_NORM, tail_of
 from deltalab.ops.packing import Sequences
