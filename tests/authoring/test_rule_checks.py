@@ -25,7 +25,7 @@ from deltalab import gates, registry
 from deltalab.authoring.rule_checks import form_checks, number_checks, rule_suite
 from deltalab.authoring.rule_checks.rule_suite import CHECKS, CheckResult, check_rule
 from deltalab.ops import reference
-from deltalab.ops.convolution import features
+from deltalab.ops.fused.convolution import features
 from deltalab.rule import Operands, State, UpdateRule, knob
 from deltalab.structure import ADDITIVE, HOUSEHOLDER, IPLR, SPLR, Transition
 

@@ -17,7 +17,7 @@ import deltalab
 from deltalab.kernels.step import convolution as kernels
 from deltalab.models.layer import LayerCache, RuleLayer, initialize
 from deltalab.ops.backends import NONE, available
-from deltalab.ops.convolution import Channels, features
+from deltalab.ops.fused.convolution import Channels, features
 from deltalab.ops.packing import Sequences
 
 # What PyTorch has no rule for, `vmap` does run by run.
@@ -31,7 +31,7 @@ ROUNDING = {BF16: 2e-3 if DEVICE == "cuda" else 4e-3, FP16: 3e-4, FP32: 3e-6}
 
 @pytest.fixture
 def launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.automatic", available)
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -305,11 +305,11 @@ LARGE = pytest.mark.parametrize("large", [2**24, 1], ids=["one product", "the ga
 def test_layers_are_the_same_with_and_without_the_kernels(
     name: str, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltalab.ops.convolution.APART", large)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.APART", large)
     layer, x = layer_of(name), normal(1, 8, 7, 12)
-    monkeypatch.setattr("deltalab.ops.convolution.automatic", lambda device: NONE)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.automatic", lambda device: NONE)
     right = results(layer, x)
-    monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.automatic", available)
     with Calls() as calls:
         actual = results(layer, x)
     assert calls.seen.count("deltalab::convolve") == 4
@@ -326,7 +326,7 @@ def test_packed_layers_are_the_same_with_and_without_the_kernels(name: str, monk
     layer, x, bounds = layer_of(name), normal(1, 1, 12, 12), torch.tensor([0, 1, 6, 8, 12], device=DEVICE)
     actual: dict[bool, list[Tensor]] = {}
     for kernel in (True, False):
-        monkeypatch.setattr("deltalab.ops.convolution.automatic", available if kernel else lambda device: NONE)
+        monkeypatch.setattr("deltalab.ops.fused.convolution.automatic", available if kernel else lambda device: NONE)
         given = x.clone().requires_grad_()
         y, cache = layer.advance(given, cu_seqlens=bounds)
         leaves = [given, *layer.parameters()]
@@ -340,11 +340,11 @@ def test_packed_layers_are_the_same_with_and_without_the_kernels(name: str, monk
 @pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize("needs", ["x", "a weight"])
 def test_products_apart_give_the_gradients_that_are_asked_for(needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.ops.convolution.APART", 1)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.APART", 1)
     layer, x = layer_of("unit").requires_grad_(False), normal(1, 8, 7, 12)
     leaf = (x if needs == "x" else layer.qkv.weight).requires_grad_()
     (actual,) = torch.autograd.grad(layer(x).sum(), leaf)
-    monkeypatch.setattr("deltalab.ops.convolution.APART", 2**24)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.APART", 2**24)
     torch.testing.assert_close(actual, torch.autograd.grad(layer(x).sum(), leaf)[0])
 
 
@@ -362,7 +362,7 @@ def test_many_tokens_are_multiplied_once(name: str, tokens: int, products: int) 
 @LARGE
 @pytest.mark.usefixtures("launching")
 def test_stacked_layers_are_what_they_are_alone(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.ops.convolution.APART", large)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.APART", large)
     layer, x = layer_of("unit"), normal(1, 2, 8, 7, 12)
     runs = [dict(layer_of("unit", seed).named_parameters()) for seed in (1, 2)]
     weights = {key: torch.stack([run[key].detach() for run in runs]).requires_grad_() for key in runs[0]}
@@ -380,7 +380,7 @@ def test_stacked_layers_are_what_they_are_alone(large: int, monkeypatch: pytest.
 
 def test_what_the_kernels_do_not_take_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp64, a convolution that is too wide, and a layer with nothing to fuse do without the kernel."""
-    monkeypatch.setattr("deltalab.ops.convolution.automatic", available)
+    monkeypatch.setattr("deltalab.ops.fused.convolution.automatic", available)
     wide = RuleLayer(deltalab.get_rule("comba"), 8, 1, key_dim=4, value_dim=4, conv=9).to(DEVICE)
     idle = RuleLayer(deltalab.get_rule("attention"), 8, 1, key_dim=4, value_dim=4, conv=0).to(DEVICE)
     double = RuleLayer(deltalab.get_rule("comba"), 8, 1, key_dim=4, value_dim=4).to(DEVICE).double()
@@ -546,7 +546,7 @@ def test_a_layer_under_autocast_is_as_near_with_the_kernels_as_without(
     layer, x = layer_of(name), normal(1, 4, 64, 12)
 
     def all_of(layer: RuleLayer, x: Tensor, *, kernel: bool, narrow: bool) -> Tensor:
-        monkeypatch.setattr("deltalab.ops.convolution.automatic", available if kernel else lambda device: NONE)
+        monkeypatch.setattr("deltalab.ops.fused.convolution.automatic", available if kernel else lambda device: NONE)
         with torch.autocast("cuda", BF16, enabled=narrow):
             y = layer(x)
         grads = torch.autograd.grad(y, list(layer.parameters()), cosines(y).to(y.dtype), allow_unused=True)

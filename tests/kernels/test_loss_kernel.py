@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from deltalab.kernels.step import loss as kernel
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.backends import NONE, available
-from deltalab.ops.loss import labelled, linear_cross_entropy
+from deltalab.ops.fused.loss import labelled, linear_cross_entropy
 from deltalab.registry import get_task, list_tasks
 from deltalab.tasks import IGNORE
 from deltalab.training.train import TrainSpec
@@ -86,7 +86,7 @@ def test_one_label_of_each_sequence_lies_beside_what_is_none(monkeypatch: pytest
     x, weight = (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (6, 3))
     losses = []
     for fused in (False, True):
-        monkeypatch.setattr("deltalab.ops.loss.automatic", available if fused else lambda device: NONE)
+        monkeypatch.setattr("deltalab.ops.fused.loss.automatic", available if fused else lambda device: NONE)
         losses.append(linear_cross_entropy(x, weight, labels.to(DEVICE), ignore=IGNORE))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
@@ -111,7 +111,7 @@ def test_the_loss_of_every_task_is_what_it_is_without_the_kernel(name: str, monk
     batch = stack.batches.draw(stack.optimizer.row)
     losses = []
     for fused in (False, True):
-        for module in ("ops.loss", "training.stack"):
+        for module in ("ops.fused.loss", "training.stack"):
             monkeypatch.setattr(f"deltalab.{module}.automatic", available if fused else lambda device: NONE)
         losses.append(stack.losses(stack.state.weights, *batch))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
@@ -139,14 +139,14 @@ def test_the_loss_is_what_it_is_without_the_kernel(
     most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of three runs has no target that counts: its loss is NaN."""
-    monkeypatch.setattr("deltalab.ops.loss.MOST_LOGITS", {DEVICE: most})
+    monkeypatch.setattr("deltalab.ops.fused.loss.MOST_LOGITS", {DEVICE: most})
     _, targets = drawn(3, 7, 20, 1)
     targets[2] = IGNORE
     x, weight = (torch.randn(3, n, 8, generator=torch.Generator().manual_seed(n)) for n in (7, 20))
     by = torch.tensor([0.5, 2.0, 1.0], device=DEVICE)
     actual = {}
     for fused in (False, True):
-        monkeypatch.setattr("deltalab.ops.loss.automatic", available if fused else lambda device: NONE)
+        monkeypatch.setattr("deltalab.ops.fused.loss.automatic", available if fused else lambda device: NONE)
         inputs = [tensor.to(DEVICE, dtype, copy=True).requires_grad_() for tensor in (x, weight)]
         losses = linear_cross_entropy(*inputs, targets.to(DEVICE), ignore=IGNORE)
         actual[fused] = losses, *torch.autograd.grad((losses * by)[:2].sum(), inputs)

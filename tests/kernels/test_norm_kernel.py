@@ -16,7 +16,7 @@ from deltalab.kernels.step import norm as kernels
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.backends import NONE, available
-from deltalab.ops.norm import EPS, HeadNorm, ResidualNorm, RMSNorm
+from deltalab.ops.fused.norm import EPS, HeadNorm, ResidualNorm, RMSNorm
 from deltalab.training.stack import Stack
 from deltalab.training.train import TrainSpec
 from deltalab.training.trainer import LockStep
@@ -32,7 +32,7 @@ ROUNDING = {BF16: 2**-8 if DEVICE == "cuda" else 2**-7, FP16: 2**-11, FP32: 2e-6
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.ops.norm.automatic", available)
+    monkeypatch.setattr("deltalab.ops.fused.norm.automatic", available)
 
 
 def draw(
@@ -281,7 +281,7 @@ def test_stacked_models_learn_the_same_with_and_without_kernels(
     tokens = stack.batches.draw(torch.tensor(1, device=stack.device))[0][0]
     results = []
     for kernel in (False, True):
-        monkeypatch.setattr("deltalab.ops.norm.automatic", available if kernel else lambda device: NONE)
+        monkeypatch.setattr("deltalab.ops.fused.norm.automatic", available if kernel else lambda device: NONE)
         with Calls() as calls:
             actual = losses(stack)
         results.append((*actual, *stack.measure(tokens)))
@@ -353,7 +353,7 @@ def test_a_model_under_autocast_reaches_the_kernels(seeds: tuple[int, ...], monk
     with Calls() as calls:
         actual, grad = losses(stack)
     assert (calls.forward, calls.backward) == (7, 7)
-    monkeypatch.setattr("deltalab.ops.norm.automatic", lambda device: NONE)
+    monkeypatch.setattr("deltalab.ops.fused.norm.automatic", lambda device: NONE)
     wanted, right = losses(stack)
     torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
     assert float((grad - right).norm() / right.norm()) < 3e-2

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deltalab
 from deltalab.models import layer as layers
 from deltalab.models.layer import LayerCache, RuleLayer, initialize
-from deltalab.ops.norm import HEAD_GATES, HEAD_NORMS, HeadNorm
+from deltalab.ops.fused.norm import HEAD_GATES, HEAD_NORMS, HeadNorm
 from deltalab.ops.rotary import angles, rotate
 from deltalab.softmax import attend
 

@@ -20,7 +20,7 @@ from deltalab import gates, registry
 from deltalab.gates import Gate
 from deltalab.models.layer import RuleLayer, initialize
 from deltalab.models.start import Linear
-from deltalab.ops.norm import HeadNorm
+from deltalab.ops.fused.norm import HeadNorm
 from deltalab.structure import IPLR, Transition
 from deltalab.study.specs.study_file import load_study
 

@@ -15,7 +15,7 @@ from deltalab.models.costs import CostCounter
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.convolution import features
+from deltalab.ops.fused.convolution import features
 from deltalab.ops.scan import scan
 from deltalab.registry import list_rules
 from deltalab.training.spec import TrainSpec

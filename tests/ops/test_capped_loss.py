@@ -10,8 +10,8 @@ from torch import Tensor
 from deltalab import InputError, get_task
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.ops import loss as losses
-from deltalab.ops.loss import linear_cross_entropy
+from deltalab.ops.fused import loss as losses
+from deltalab.ops.fused.loss import linear_cross_entropy
 from deltalab.training.spec import TrainSpec
 from deltalab.training.train import train
 

@@ -19,7 +19,7 @@ from deltalab.errors import InputError
 from deltalab.models.model import build_model, parameter_groups
 from deltalab.models.spec import ModelSpec
 from deltalab.ops.backends import NONE, available
-from deltalab.ops.loss import linear_cross_entropy
+from deltalab.ops.fused.loss import linear_cross_entropy
 from deltalab.tasks import BUILTIN, IGNORE, MQAR, Batch, Random, Task
 from deltalab.tasks.batches import SentBatches, TrainingBatches
 from deltalab.tasks.corpus import Corpus
@@ -129,7 +129,7 @@ def test_losses_and_gradients_on_a_gpu_are_those_on_a_cpu(
     stack, found = stack_of(TASK, replace(TINY, tie_embeddings=tied), seeds=seeds), []
     inputs, targets = stack.batches.draw(torch.tensor(1))
     for fused in (False, True):
-        for module in ("training.stack", "models.model", "ops.loss"):
+        for module in ("training.stack", "models.model", "ops.fused.loss"):
             monkeypatch.setattr(f"deltalab.{module}.automatic", available if fused else lambda device: NONE)
         weights = stack.state.weights.requires_grad_()
         losses = stack.losses(weights, inputs, targets)
@@ -453,7 +453,7 @@ def test_a_task_that_scores_more_than_it_says_is_refused() -> None:
 @pytest.mark.parametrize("most", [1, 40, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_loss_is_cross_entropy(most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab.ops.loss.MOST_LOGITS", {"cpu": most})
+    monkeypatch.setattr("deltalab.ops.fused.loss.MOST_LOGITS", {"cpu": most})
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(3, n, 8, generator=generator).to(dtype).requires_grad_() for n in (10, 20))
     targets = torch.randint(20, (3, 10), generator=generator)

@@ -16,7 +16,7 @@ from deltalab.models.costs import CostCounter
 from deltalab.models.layer import RuleLayer
 from deltalab.models.model import build_model
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.loss import linear_cross_entropy
+from deltalab.ops.fused.loss import linear_cross_entropy
 from deltalab.study.running.run import run_study_file
 from deltalab.tasks import IGNORE, MQAR, Task
 from deltalab.tasks.batches import TrainingBatches

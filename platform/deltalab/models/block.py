@@ -22,8 +22,8 @@ from deltalab.models.settings.spec_checks import ROPE
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import Linear, Matrices, Started, Uniform, linear
 from deltalab.ops.backends import automatic
-from deltalab.ops.convolution import tail_of
-from deltalab.ops.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
+from deltalab.ops.fused.convolution import tail_of
+from deltalab.ops.fused.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from deltalab.ops.packing import Sequences
 from deltalab.own_module import OwnModule
 

@@ -23,8 +23,8 @@ from deltalab.models.rule_inputs.low_rank import INSIDE, OUTPUT_GATE
 from deltalab.models.rule_inputs.token_shift import EACH, TokenShift
 from deltalab.models.start import Ones, Started, Uniform, linear
 from deltalab.models.start import initialize as initialize
-from deltalab.ops.convolution import FEATURES, Channels, features, fused, fuses, tail_of
-from deltalab.ops.norm import EPS, HEAD_GATES, HEAD_NORMS, HeadNorm, RMSNorm
+from deltalab.ops.fused.convolution import FEATURES, Channels, features, fused, fuses, tail_of
+from deltalab.ops.fused.norm import EPS, HEAD_GATES, HEAD_NORMS, HeadNorm, RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.rotary import angles, rotate

@@ -20,8 +20,8 @@ from deltalab.models.parts.images import PatchEmbedding
 from deltalab.models.spec import ModelSpec
 from deltalab.models.start import Normal, Started, hidden_matrices, initialize, linear, widening
 from deltalab.ops.backends import automatic
-from deltalab.ops.loss import capped, linear_cross_entropy
-from deltalab.ops.norm import RMSNorm
+from deltalab.ops.fused.loss import capped, linear_cross_entropy
+from deltalab.ops.fused.norm import RMSNorm
 from deltalab.ops.packing import Packing, Sequences
 
 

@@ -9,7 +9,7 @@ from deltalab.errors import InputError, unknown
 from deltalab.models.rule_inputs.first_values import RANK
 from deltalab.models.settings.layer_list import ATTENTION, RULE, Layer
 from deltalab.models.settings.spec_checks import check_spec
-from deltalab.ops.norm import EPS
+from deltalab.ops.fused.norm import EPS
 from deltalab.ops.peers.scans import PACKAGES
 from deltalab.ops.peers.table import hindrance
 from deltalab.ops.recurrence import Backend
@@ -61,8 +61,8 @@ class ModelSpec:
         token_shift: Whether q, k, v, the gates and the output gate each read a learned mean of x_t and x_{t-1} (RWKV).
             With true, one mean is for all gates of the rule; with `each`, every one has its own (RWKV-7). With
             {rank: r}, these means also depend on the token, through r channels (RWKV-6).
-        output_norm: The norm of each head's output, a kind of `ops.norm.HeadNorm`: none (or false), rms (or true),
-            rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, layer_all (TTT), group.
+        output_norm: The norm of each head's output, a kind of `ops.fused.norm.HeadNorm`: none (or false), rms (or
+            true), rms_unweighted, rms_all, rms_all_of_silu (GSA), layer, layer_all (TTT), group.
         output_gate: The function of W x that multiplies the normed output: none (or false), sigmoid (or true), silu
             (swish), linear. With sigmoid_before_norm and silu_before_norm, it multiplies before the norm (Mamba2).
         gate_rank: The width r of the output gate's projection W_1 W_2 x through r channels; None for one matrix, 0 for

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltalab.gates import Gate, Start
-from deltalab.ops.norm import HeadNorm, ResidualLayerNorm, ResidualNorm, RMSNorm
+from deltalab.ops.fused.norm import HeadNorm, ResidualLayerNorm, ResidualNorm, RMSNorm
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """The parts that torch.compile and activation checkpointing add to the names of parameters."""

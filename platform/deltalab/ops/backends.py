@@ -174,13 +174,13 @@ class Kernels(NamedTuple):
         elementwise: Computes the function of `elementwise.Scan`.
         lstm: Computes `nonlinear.exponential_lstm` for all tokens.
         rms_norm: Takes x, branch, weight, gate, eps and the dtype of the result, and returns the norm and the sum, as
-            `ops.norm`.
+            `ops.fused.norm`.
         convolve: Takes x, taps, past, widths, key_dim, how many of q, k and v get SiLU, whether unit norm follows, and
             each token's place within its sequence if sequences are packed.
         swiglu: Computes SiLU(a) * b for [.., 2 D], with a and b side by side.
         embed: Looks up rows [n, N, d] of weights [n, V, d] for tokens [n, N].
-        cross_entropy: Computes losses [n, m] of logits [n, m, V] for `ops.loss`, and puts the gradient of the logits in
-            their place.
+        cross_entropy: Computes losses [n, m] of logits [n, m, V] for `ops.fused.loss`, and puts the gradient of the
+            logits in their place.
         adamw: Takes one step of a stack of runs, in place, for `training.stack`.
         integers: Draws for `tasks.randomness`.
         exponential: Draws for `tasks.randomness`.

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deltalab.models.dead_parameters import dead_parameters
 from deltalab.models.model import Model
 from deltalab.models.parts.experts import idle_parameters
-from deltalab.ops.loss import capped
+from deltalab.ops.fused.loss import capped
 from deltalab.ops.peers.scans import PACKAGES
 from deltalab.own_module import OwnModule
 from deltalab.tasks import IGNORE, Batch, Task

@@ -16,7 +16,7 @@ from deltalab.models.layer import RuleLayer
 from deltalab.models.model import Model, places
 from deltalab.models.parts.module_layer import ModuleLayer
 from deltalab.ops.backends import automatic
-from deltalab.ops.loss import labelled, linear_cross_entropy
+from deltalab.ops.fused.loss import labelled, linear_cross_entropy
 from deltalab.tasks import IGNORE
 from deltalab.tasks.batches import SentBatches, TrainingBatches
 from deltalab.training.beat import FIRST_STEPS, STEP, Beat, unheard

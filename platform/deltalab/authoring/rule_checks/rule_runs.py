@@ -21,7 +21,7 @@ from deltalab.authoring.inputs import Inputs, draw, learned, moves, normal, part
 from deltalab.errors import InputError
 from deltalab.models.layer import RuleLayer, initialize
 from deltalab.ops.backends import lacks_triton
-from deltalab.ops.convolution import features
+from deltalab.ops.fused.convolution import features
 from deltalab.ops.recurrence import Backend
 from deltalab.ops.scan import scan
 from deltalab.rule import State, UpdateRule

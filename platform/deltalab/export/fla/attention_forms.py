@@ -21,7 +21,7 @@ from deltalab.export.fla.layer_form import (
 )
 from deltalab.models.settings.spec_checks import ROPE
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.norm import EPS
+from deltalab.ops.fused.norm import EPS
 
 # Softmax attention, as a whole model or as single layers of another model.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltalab.errors import InputError
 from deltalab.gates import Gate
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.convolution import FEATURES
+from deltalab.ops.fused.convolution import FEATURES
 from deltalab.rule import UpdateRule
 
 

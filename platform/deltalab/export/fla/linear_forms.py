@@ -28,7 +28,7 @@ from deltalab.export.fla.layer_form import (
     widths_from,
 )
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.norm import EPS
+from deltalab.ops.fused.norm import EPS
 
 # Linear attention without and with decay: q and k as they are, or through SiLU.
 

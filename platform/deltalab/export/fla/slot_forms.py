@@ -23,7 +23,7 @@ from deltalab.export.fla.layer_form import (
     widths_from,
 )
 from deltalab.models.spec import ModelSpec
-from deltalab.ops.norm import EPS
+from deltalab.ops.fused.norm import EPS
 
 
 def _abc(spec: ModelSpec) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltalab.models.start import Started, Zeros
-from deltalab.ops.norm import RMSNorm
+from deltalab.ops.fused.norm import RMSNorm
 
 
 class Outputs(NamedTuple):

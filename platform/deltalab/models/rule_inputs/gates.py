@@ -13,7 +13,7 @@ from deltalab.gates import Gate
 from deltalab.models.rule_inputs.low_rank import INSIDE
 from deltalab.models.rule_inputs.token_shift import shifted
 from deltalab.models.start import OfGate, Parameters, Started, Uniform, linear
-from deltalab.ops.convolution import LEAST_NORM, tail_of
+from deltalab.ops.fused.convolution import LEAST_NORM, tail_of
 from deltalab.ops.packing import Sequences
 
 
@@ -210,7 +210,7 @@ class Vectors(Started):
         Args:
             x: The inputs, [B, T, d].
             past: The projections of the tokens before, [B, kept, C]; None for zeros.
-            packed: The sequences that lie in x one after the other, as in `ops.convolution.features`.
+            packed: The sequences that lie in x one after the other, as in `ops.fused.convolution.features`.
             own: As in `Gates.forward`.
         """
         own = own or {}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from deltalab.models.start import linear
-from deltalab.ops.convolution import Channels
-from deltalab.ops.norm import RMSNorm
+from deltalab.ops.fused.convolution import Channels
+from deltalab.ops.fused.norm import RMSNorm
 from deltalab.ops.scan import joined
 from deltalab.rule import State
 

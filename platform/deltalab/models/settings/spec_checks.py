@@ -15,8 +15,8 @@ from deltalab.models.rule_inputs.low_rank import activations_in_full, biases_in_
 from deltalab.models.rule_inputs.token_shift import token_shift_in_full
 from deltalab.models.settings.layer_list import ATTENTION, OF_A_MIXER, beside_layer, listed
 from deltalab.models.settings.limits import MOST_EXPANDED, whole
-from deltalab.ops.convolution import FEATURES
-from deltalab.ops.norm import HEAD_GATES, HEAD_NORMS
+from deltalab.ops.fused.convolution import FEATURES
+from deltalab.ops.fused.norm import HEAD_GATES, HEAD_NORMS
 from deltalab.ops.recurrence import Backend
 from deltalab.own_module import OwnModule
 

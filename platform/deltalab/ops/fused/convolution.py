@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltalab.ops.backends import automatic
+from deltalab.ops.fused.products import products
 from deltalab.ops.packing import Sequences
-from deltalab.ops.products import products
 from deltalab.ops.vmap import Stacked
 
 WIDEST = 8
