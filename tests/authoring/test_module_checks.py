@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import deltalab
 from deltalab import InputError, registry
-from deltalab.authoring import module_checks
 from deltalab.authoring.card import card
-from deltalab.authoring.module_checks import check_module
+from deltalab.authoring.module_checks import module_measurements
+from deltalab.authoring.module_checks.module_suite import check_module
 from deltalab.cli.app import app
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
@@ -119,7 +119,7 @@ def test_a_broken_module_that_is_not_causal_fails_the_check_of_what_it_breaks(
 def test_a_module_for_bf16_alone_is_not_held_to_fp32(
     module: Callable[..., OwnModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_checks, "_runs_in_fp32", lambda *_: False)
+    monkeypatch.setattr(module_measurements, "_runs_in_fp32", lambda *_: False)
     [found] = [result for result in check_module(module("Taps")) if result.name == "precisions"]
     assert (found.passed, found.figure) == (True, None)
     assert found.message == "own.py:Taps: nothing measured: the module does not run in fp32"

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from deltalab import get_task
-from deltalab.authoring.module_checks import check_module
+from deltalab.authoring.module_checks.module_suite import check_module
 from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
 from deltalab.training.spec import TrainSpec

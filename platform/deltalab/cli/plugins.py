@@ -202,7 +202,7 @@ def module_check(
     as_json: AsJson = False,
 ) -> None:
     """Hold a torch.nn.Module to what a study relies on. KEY=VALUE are its arguments. Exit 1 if a check fails."""
-    from deltalab.authoring.module_checks import check_module, tried
+    from deltalab.authoring.module_checks.module_suite import check_module, tried
     from deltalab.own_module import OwnModule, as_rule
     from deltalab.reading import read_pairs
     from deltalab.registry import get_rule

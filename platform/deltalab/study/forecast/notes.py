@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from deltalab.authoring import verdict
-from deltalab.authoring.module_checks import unstackable
+from deltalab.authoring.module_checks.module_suite import unstackable
 from deltalab.models.dead_parameters import MOST_COUNTED, dead_parameters_text
 from deltalab.own_module import OwnModule
 from deltalab.study.answers.presets import preset_text

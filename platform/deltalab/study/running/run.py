@@ -17,7 +17,7 @@ import torch
 from deltalab import trust
 from deltalab.authoring import verdict
 from deltalab.authoring.files import study_folder
-from deltalab.authoring.module_checks import demand_modules
+from deltalab.authoring.module_checks.module_suite import demand_modules
 from deltalab.engines.machines import version_of
 from deltalab.errors import InputError, unknown
 from deltalab.ops.peers.scans import PACKAGES, lacks

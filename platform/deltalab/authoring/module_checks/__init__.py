@@ -1,0 +1,1 @@
+"""The checks of modules that stand in place of rules."""
