@@ -9,7 +9,8 @@ import yaml
 from typer.testing import CliRunner
 
 from deltalab import InputError
-from deltalab.authoring.imports.config_text import ConfigText, Unread
+from deltalab.authoring.imports.config_text import ConfigText
+from deltalab.authoring.imports.config_values import Unread
 from deltalab.authoring.imports.mad import TASKS, from_mad
 from deltalab.authoring.imports.written import write_study
 from deltalab.authoring.imports.zoology import from_zoology

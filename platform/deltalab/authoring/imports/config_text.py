@@ -1,8 +1,7 @@
 """Reads a Python file that makes configurations, by its syntax tree. None of its code runs."""
 
 import ast
-from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass, field
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from deltalab.authoring.imports.config_functions import (
     as_text,
     listed,
 )
+from deltalab.authoring.imports.config_values import KINDS, Made, Unread, parts_of
 from deltalab.errors import InputError
 from deltalab.reading import LARGEST, MOST_DEPTH, MOST_LETTERS, read_text
 
@@ -24,30 +24,6 @@ MOST_STEPS = 1_000_000
 """The statements, expressions and copied items that a file may take. A stranger's file may loop forever."""
 MOST_CALLS = 40
 """How deep functions may call each other."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """A call of a class, such as `ModelConfig(d_model=64)`.
-
-    Attributes:
-        name: The name of the class.
-        given: The keyword arguments.
-    """
-
-    name: str
-    given: dict[str, Any] = field(hash=False)
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A value that is not known, because the reader does not run what makes it.
-
-    Attributes:
-        reason: The place, and what stands there.
-    """
-
-    reason: str
 
 
 class _Return(Exception):
@@ -62,9 +38,6 @@ class _Next(Exception):
     def __init__(self, ends: bool) -> None:
         super().__init__()
         self.ends = ends
-
-
-_KINDS = (bool, int, float, str, list, tuple, dict, slice, Made, Unread, type(None))
 
 
 class ConfigText:
@@ -124,7 +97,7 @@ class ConfigText:
             self._count(node)
             if depth > MOST_DEPTH:
                 raise TooLarge(f"nests values over {MOST_DEPTH} deep")
-            waiting += [(inner, depth + 1) for inner in _parts(part)]
+            waiting += [(inner, depth + 1) for inner in parts_of(part)]
 
     # --- statements -----------------------------------------------------------------------------------------
 
@@ -248,7 +221,7 @@ class ConfigText:
 
     def _bounded(self, value: Any, node: ast.AST) -> Any:
         """Returns a value that was made, if it is not too large."""
-        if not isinstance(value, _KINDS):
+        if not isinstance(value, KINDS):
             return self._unread(node, f"a value of the type {type(value).__name__}")
         if isinstance(value, list | tuple | dict):
             if len(value) > MOST_ITEMS:
@@ -500,15 +473,6 @@ class ConfigText:
         if takes.kwarg is not None:
             found[takes.kwarg.arg] = rest
         return found
-
-
-def _parts(value: object) -> Iterable[object]:
-    """Returns the values that a value holds."""
-    if isinstance(value, Made):
-        return value.given.values()
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _parsed(file: Path) -> list[ast.stmt]:

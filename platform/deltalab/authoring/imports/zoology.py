@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltalab.authoring.imports.config_text import ConfigText, Made, Unread
+from deltalab.authoring.imports.config_text import ConfigText
+from deltalab.authoring.imports.config_values import Made, Unread
 from deltalab.authoring.imports.written import Imported, nearest_batch
 from deltalab.errors import InputError
 from deltalab.registry import get_task
