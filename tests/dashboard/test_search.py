@@ -11,13 +11,8 @@ from tests.support.search_ledger import record_search
 from deltalab.store import Store
 from deltalab.study.answers import importance
 from deltalab.study.specs.sections.search_space import Search
-from deltalab_dashboard.charts.candidates import (
-    CandidateTable,
-    by_all_settings,
-    by_objectives,
-    by_setting,
-    by_two_settings,
-)
+from deltalab_dashboard.charts.candidate_settings import by_all_settings, by_setting, by_two_settings
+from deltalab_dashboard.charts.candidates import CandidateTable, by_objectives
 
 
 @pytest.fixture
@@ -209,7 +204,7 @@ def test_parallel_coordinates_show_a_knob_that_does_not_exist_beside_the_axes() 
 
 
 def test_of_many_candidates_the_worst_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltalab_dashboard.charts.candidates.MOST_LINES", 2)
+    monkeypatch.setattr("deltalab_dashboard.charts.candidate_settings.MOST_LINES", 2)
     _, frame, left_out = by_all_settings(TABLE, {"base"}, "accuracy@mqar")
     assert (set(frame["candidate"]), left_out) == ({"base", "found_1"}, 2)
 

@@ -12,15 +12,8 @@ from deltalab.store import Store, Study
 from deltalab.study.specs.recorded_study import RecordedSpec
 from deltalab.study.specs.sections.budget import COSTS
 from deltalab_dashboard import cache, downloads
-from deltalab_dashboard.charts.candidates import (
-    CandidateTable,
-    by_all_settings,
-    by_objectives,
-    by_setting,
-    by_two_settings,
-    candidate_table,
-    finite,
-)
+from deltalab_dashboard.charts.candidate_settings import by_all_settings, by_setting, by_two_settings
+from deltalab_dashboard.charts.candidates import CandidateTable, by_objectives, candidate_table, finite
 from deltalab_dashboard.colors import PALETTE
 from deltalab_dashboard.frame import show
 from deltalab_dashboard.text import badge, bullets, plain
