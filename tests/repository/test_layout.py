@@ -110,7 +110,7 @@ print(sorted(set({BLOCKED!r}) & set(sys.modules)))
 @pytest.mark.slow
 def test_a_process_that_only_passes_on_stacks_starts_without_torch() -> None:
     """Ray has one for the study and one for each place; torch would cost each 4 s of a core."""
-    assert python("import sys, deltalab.study.running.ray_process; print('torch' in sys.modules)") == "False"
+    assert python("import sys, deltalab.study.running.ray.process; print('torch' in sys.modules)") == "False"
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def place(
     The base says how many layers have attention. Its placement is the one that all others are tested against.
     """
     from deltalab.study.placing.place import place as placed
-    from deltalab.study.running.run import RunSettings
+    from deltalab.study.running.settings import RunSettings
 
     run = RunSettings(db=db, executor=executor, workers=workers, quiet=False)  # type: ignore[arg-type]
     found = placed(study_file, run, best=best, spread=spread, steps=steps, profile=profile, overrides=settings)

@@ -23,7 +23,7 @@ def score(
 
     The ledger counts the proposals of each study. Exit 1 if the rule fails its checks or does not train.
     """
-    from deltalab.study.running.run import RunSettings
+    from deltalab.study.running.settings import RunSettings
     from deltalab.study.scoring.score import score as scored
 
     run = RunSettings(db=db, executor=executor, workers=workers, quiet=False)  # type: ignore[arg-type]

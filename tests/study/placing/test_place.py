@@ -21,7 +21,7 @@ from deltalab.study.placing import placements
 from deltalab.study.placing.hybrid import hybrid_of
 from deltalab.study.placing.placements import confirmed, ranked, scored_placements
 from deltalab.study.placing.supernet import Supernet
-from deltalab.study.running.run import RunSettings
+from deltalab.study.running.settings import RunSettings
 from deltalab.study.workers.jobs import Job
 from deltalab.study.workers.train_stack import Start, _record
 

@@ -24,9 +24,10 @@ from deltalab.errors import InputError
 from deltalab.store import Store, TrialRecord
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running import ray_driver, weights_at_url
+from deltalab.study.running import weights_at_url
 from deltalab.study.running.activity import DriverActivity
 from deltalab.study.running.progress_bars import ProgressBars
+from deltalab.study.running.ray import driver as ray_driver
 from deltalab.study.running.run import arm_records, run_study_file
 from deltalab.study.running.schedule import Schedule
 from deltalab.study.specs.study_file import StudySpec
@@ -118,7 +119,7 @@ def test_a_server_that_only_looks_like_ray_is_left_in_time(lab: Path, monkeypatc
 
 
 def test_what_ray_says_becomes_one_line_without_identifiers() -> None:
-    from deltalab.study.running.ray_process import _line
+    from deltalab.study.running.ray.process import _line
 
     version = "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.12.1\nThis process ..."
     assert _line(RuntimeError(version)) == (
@@ -209,7 +210,7 @@ def test_a_study_whose_places_never_begin_ends(lab: Path, monkeypatch: pytest.Mo
 
 
 def test_a_place_that_ends_loses_its_stack_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltalab.study.running import ray_process
+    from deltalab.study.running.ray import process as ray_process
 
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(ray_process, "_say", lambda **message: said.append(message))
@@ -495,7 +496,7 @@ def test_weights_on_s3(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_of_ray_that_is_stopped_is_ended_and_its_stack_runs_again(
     lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begin = "from deltalab.study.running import ray_process; ray_process.STILL = 6.0; ray_process.main()"
+    begin = "from deltalab.study.running.ray import process; process.STILL = 6.0; process.main()"
     monkeypatch.setattr(ray_driver, "_PLACES", f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {begin}")
     stopped: list[int] = []
 

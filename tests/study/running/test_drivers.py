@@ -246,7 +246,7 @@ def test_the_next_run_removes_what_killed_drivers_left_and_nothing_else(
     import json
     from dataclasses import asdict
 
-    from deltalab.study.running.ray_folders import OWNER, PREFIX, ray_folder
+    from deltalab.study.running.ray.folders import OWNER, PREFIX, ray_folder
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     owners = {

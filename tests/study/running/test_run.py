@@ -166,7 +166,7 @@ def test_ray_refuses_what_no_machine_of_the_cluster_has(
     lab: Path, monkeypatch: pytest.MonkeyPatch, resources: dict[str, float]
 ) -> None:
     """It would wait forever. Three cores of two machines are no place for a stack, either."""
-    from deltalab.study.running import ray_driver
+    from deltalab.study.running.ray import driver as ray_driver
 
     monkeypatch.setattr(ray_driver, "_started", Cluster((2, 0), (2, 0)))
     with pytest.raises(InputError, match=r"s\.yaml: resources: a stack wants .* of one machine; Ray's .* 2 CPU, 0 GPU"):

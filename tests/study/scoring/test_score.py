@@ -22,7 +22,7 @@ from deltalab.authoring.quarantine import Quarantined
 from deltalab.cli.app import main
 from deltalab.store import RunRecord, Store, TrialRecord
 from deltalab.store.studies import proposals
-from deltalab.study.running.run import RunSettings
+from deltalab.study.running.settings import RunSettings
 from deltalab.study.scoring import design
 from deltalab.study.scoring import score as scoring
 from deltalab.study.workers.jobs import Job

@@ -514,7 +514,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_a_cpu(lab: Path, monkeypatch: pytest
 def test_gpus_that_no_stack_takes_are_told_of(
     lab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from deltalab.study.running import ray_driver
+    from deltalab.study.running.ray import driver as ray_driver
 
     class Started(Exception):
         pass

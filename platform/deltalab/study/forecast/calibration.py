@@ -25,7 +25,8 @@ from deltalab.store import Store
 from deltalab.study.answers.recorded_scores import scores_by_task
 from deltalab.study.planning.make import make_plan
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.run import RunSettings, run_study
+from deltalab.study.running.run import run_study
+from deltalab.study.running.settings import RunSettings
 from deltalab.study.specs.recorded_study import RecordedSpec, recorded_tasks
 
 Array = NDArray[np.float64]

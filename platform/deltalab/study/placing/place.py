@@ -33,7 +33,8 @@ from deltalab.study.placing.supernet import Supernet
 from deltalab.study.planning.make import make_plan, plan_study
 from deltalab.study.planning.plan import Plan
 from deltalab.study.reports.report import Report
-from deltalab.study.running.run import RunSettings, require_runnable, run_study
+from deltalab.study.running.run import run_study
+from deltalab.study.running.settings import RunSettings, require_runnable
 from deltalab.study.specs.overrides import Overrides
 from deltalab.study.specs.recorded_study import recorded_tasks
 from deltalab.study.specs.study_file import StudySpec

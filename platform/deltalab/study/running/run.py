@@ -10,17 +10,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
-from deltalab import trust
 from deltalab.authoring import verdict
-from deltalab.authoring.files import study_folder
 from deltalab.authoring.module_checks.module_suite import demand_modules
-from deltalab.engines.machines import version_of
-from deltalab.errors import InputError, unknown
-from deltalab.ops.peers.scans import PACKAGES, lacks
+from deltalab.errors import InputError
 from deltalab.registry import rule_plugin
 from deltalab.store import ArmRecord, Busy, Heartbeat, Store
 from deltalab.store.copies.backup import Backups
@@ -38,8 +34,8 @@ from deltalab.study.running import signals
 from deltalab.study.running.activity import DriverActivity
 from deltalab.study.running.external_loggers import LogTo
 from deltalab.study.running.progress_bars import ProgressBars
-from deltalab.study.running.ray_folders import temporary
 from deltalab.study.running.schedule import Schedule, StackSource
+from deltalab.study.running.settings import Executor, RunSettings, require_runnable
 from deltalab.study.running.sharing import (
     JoinedProgressBars,
     JoinedStacks,
@@ -48,11 +44,9 @@ from deltalab.study.running.sharing import (
     record_delivered,
     weights_folder,
 )
-from deltalab.study.running.slurm.options import read_options, require_slurm
+from deltalab.study.running.slurm.options import read_options
 from deltalab.study.running.weights_at_url import interrupted_stacks, make_worker, runs_at
-from deltalab.study.searching.proposers import own_file
 from deltalab.study.specs.overrides import Overrides
-from deltalab.study.specs.sections.budget import EVOLUTION
 from deltalab.study.workers.jobs import Job, Lost
 from deltalab.study.workers.worker import Worker
 from deltalab.training.train import NUMERICS, hardware
@@ -61,11 +55,6 @@ _log = logging.getLogger("deltalab")
 
 WAIT = 0.1
 """Seconds after which a driver asks again for a stack, while a lost stack waits to be tried again."""
-
-MOST_BETWEEN_BACKUPS = 7 * 24 * 3600
-"""The most seconds between two backups."""
-
-Executor = Literal["ray", "inline", "slurm"]
 
 
 @dataclass(frozen=True)
@@ -94,43 +83,6 @@ class StudyResult:
     infeasible: int
     missing: dict[str, str]
     report: Report
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """How a study runs, which changes nothing that it computes.
-
-    Attributes:
-        db: The ledger, a file or an SQLAlchemy URL; ./deltalab.db if None.
-        executor: `ray`; `inline`, which runs one stack at a time without Ray; or `slurm`, which submits jobs.
-        workers: Stacks of trials at a time; as many as the resources allow if None.
-        address: The address of a Ray cluster, whose machines must share the folder `storage`; None for a Ray of this
-            machine.
-        storage: The folder or the URL of weights and checkpoints; a folder beside the ledger if None.
-        retry_failed: Whether the trials run again that raised.
-        quiet: Whether nothing is printed.
-        unchecked: Whether rules run that fail their checks or have not been checked. The report says so.
-        join: Whether to take part in the study that another driver runs with this ledger, and to go on in that driver's
-            place if it dies.
-        log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
-            driver that has joined logs nothing.
-        backup_every: The seconds between two backups of the ledger (`store.copies.backup.Backups`); None for none. A
-            driver that has joined makes none.
-        slurm: What each job asks of Slurm, as words such as "partition=gpu" (`deltalab.study.running.slurm.options`).
-    """
-
-    db: str | Path | None = None
-    executor: Executor = "ray"
-    workers: int | None = None
-    address: str | None = None
-    storage: str | None = None
-    retry_failed: bool = False
-    quiet: bool = True
-    unchecked: bool = False
-    join: bool = False
-    log_to: Sequence[str] = ()
-    backup_every: float | None = None
-    slurm: Sequence[str] = ()
 
 
 def run_study_file(
@@ -246,54 +198,6 @@ def run_study(plan: Plan, settings: RunSettings) -> StudyResult:
 
 Execute = Callable[[StackSource, Path | str, ProgressBars], None]
 """Runs all stacks of a source, with the folder or the URL of weights, and shows them."""
-
-
-def require_settings(settings: RunSettings) -> None:
-    """Raises `InputError` if the settings do not go together, whatever the study."""
-    executor, address, workers = settings.executor, settings.address, settings.workers
-    if executor not in get_args(Executor):
-        raise unknown("executor", executor, get_args(Executor), where="--executor")
-    if executor == "slurm":
-        require_slurm(settings.slurm, storage=settings.storage, workers=workers, address=address)
-    elif settings.slurm:
-        raise InputError("--slurm is for --executor slurm")
-    if address is not None and settings.storage is None:
-        raise InputError("--address: the cluster's machines need a shared folder: give it with --storage")
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers must be at least 1, not {workers}")
-    if settings.backup_every is not None and not 1 <= settings.backup_every <= MOST_BETWEEN_BACKUPS:
-        raise InputError(f"--backup-every must be from 1s to 168h, not {settings.backup_every:g} s")
-    if executor == "inline" and (address is not None or (workers or 1) > 1):
-        raise InputError("--executor inline runs one stack at a time: --workers and --address are Ray's")
-
-
-def require_runnable(plan: Plan, settings: RunSettings) -> None:
-    """Raises `InputError` if the settings do not go together, or if this machine cannot run the study."""
-    require_settings(settings)
-    if plan.spec.engine is not None:
-        version_of(plan.spec.engine.name)
-        if "://" in (settings.storage or "").removeprefix("file://"):
-            raise InputError(f"--storage {settings.storage}: an engine's checkpoints need a folder, not a URL")
-    if settings.executor == "ray":
-        temporary()
-    if plan.spec.search is not None and plan.spec.search.proposals not in (None, EVOLUTION):
-        try:
-            file = study_folder.study_file(plan.study_file)
-        except InputError:
-            file = None  # The study is a mapping, which the caller wrote.
-        if file is not None:
-            trust.require(file, "its search.proposals runs a program")
-        if (own := own_file(plan.spec.search.proposals)) is not None:
-            trust.require(own, f"search.proposals '{plan.spec.search.proposals}' runs it")
-    gpu, here = plan.spec.resources.gpu, settings.address is None and settings.executor != "slurm"
-    for arm in plan.arms:
-        device, where = arm.config["train"]["device"], "base" if arm.is_base else f"arms.{arm.name}"
-        if gpu and device != "cpu" and here and not torch.cuda.is_available():
-            raise InputError(f"{plan.study_file}: resources: a stack wants {gpu:g} GPU; this machine has none")
-        if here and (backend := arm.config["model"].get("backend")) in PACKAGES:
-            lacks(backend, where=f"{plan.study_file}: {where}: model.backend {backend}")
-        if not gpu and device == "cuda" and settings.executor != "inline":
-            raise InputError(f"{plan.study_file}: {where}: train.device: cuda needs resources: {{gpu: 1}}")
 
 
 def _drive(
@@ -458,7 +362,7 @@ def _with_ray(
     schedule.refresh()
     if schedule.done:
         return
-    from deltalab.study.running.ray_driver import run_all
+    from deltalab.study.running.ray.driver import run_all
 
     run_all(schedule, runs, progress, workers=workers, address=address)
 

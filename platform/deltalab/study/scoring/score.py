@@ -19,7 +19,8 @@ from deltalab.store.studies import proposals, shelf
 from deltalab.study.answers.recorded_scores import RecordedScores
 from deltalab.study.planning.make import make_plan, plan_study
 from deltalab.study.planning.plan import Plan
-from deltalab.study.running.run import RunSettings, require_settings, run_study
+from deltalab.study.running.run import run_study
+from deltalab.study.running.settings import RunSettings, require_settings
 from deltalab.study.scoring import design
 from deltalab.study.specs.overrides import Overrides
 from deltalab.study.specs.recorded_study import recorded_tasks

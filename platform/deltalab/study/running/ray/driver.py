@@ -1,6 +1,6 @@
 """Runs a study's stacks on Ray Tune: on this machine, or on a cluster.
 
-Ray lives in a separate process (`ray_process`), which gets stacks through a pipe and sends back records. Ray ends the
+Ray lives in a separate process (`process`), which gets stacks through a pipe and sends back records. Ray ends the
 process that uses it if the head of its cluster is gone, may wait for minutes if nobody answers, and handles signals in
 its own way. In a separate process, Ray does none of this to the driver. A stack that Ray loses is `Lost` through the
 infrastructure, and the schedule runs it again.
@@ -25,7 +25,7 @@ from typing import Any
 
 from deltalab.errors import InputError
 from deltalab.study.running.progress_bars import ProgressBars
-from deltalab.study.running.ray_folders import ray_folder
+from deltalab.study.running.ray.folders import ray_folder
 from deltalab.study.running.schedule import StackSource
 from deltalab.study.specs.sections.resources import Resources
 from deltalab.study.workers.fork_server import search_path
@@ -68,7 +68,7 @@ them. They also keep a call after Ray's end from starting a second Ray in /tmp/r
 
 _PLACES = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from deltalab.study.running.ray_process import main; main()"
+    "from deltalab.study.running.ray.process import main; main()"
 )
 
 
