@@ -223,6 +223,7 @@ def test_kernels_are_looked_up_at_run_time_in_one_file() -> None:
             "gates",
             "long_convolution",
             "nonlinear",
+            "operands",
             "ridge",
             "rule",
             "softmax",
