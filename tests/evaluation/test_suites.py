@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -586,3 +587,38 @@ def test_a_suite_is_asked_by_its_name(
     assert "--lengths: 100000000 tokens are too many: at most 1048576" in capsys.readouterr().err
     assert platform("eval", "--suites") == 0
     assert "ruler/niah_single_1" in capsys.readouterr().out
+
+
+def test_what_a_suite_asked_is_not_asked_again(
+    platform: Callable[..., int], folder: Path, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    unasked = shutil.ignore_patterns("items", "evaluations.json")
+    model, data = (
+        shutil.copytree(folder, tmp_path / "model", ignore=unasked),
+        shutil.copytree(files, tmp_path / "files"),
+    )
+    names = ("--suite", "recall/fda,recall/squad,ruler/vt,ruler/niah_single_2", "--files", data, "--db", "no.db")
+    words = (*names, "--lengths", "400,1800", "--json")
+    assert platform("eval", model, *words, "--limit", 2) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert len(before) == 6, "400 tokens are too few for a chain of variables"
+    assert len([*(model / "items").glob("*.json.gz")]) == 6
+
+    def again(*given: object, **more: object) -> list[str]:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(measuring, "continuations", again)
+    assert platform("eval", model, *words, "--limit", 2) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == before
+    assert said.err.count("reuses the items of") == 6
+    assert platform("eval", model, *words, "--limit", 3) == 1
+    assert "asked again" in capsys.readouterr().err
+    for changed in ("hazyresearch/based-squad/data/validation.jsonl", "essays/0.txt"):
+        file = data / changed
+        text = file.read_text()
+        file.write_text(text.replace("mill", "well").replace("work", "play"))
+        assert platform("eval", model, *words, "--limit", 2) == 1
+        assert "asked again" in capsys.readouterr().err, changed
+        file.write_text(text)

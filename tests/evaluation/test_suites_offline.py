@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from deltalab.data.token_shards import Packed
 from deltalab.errors import NotInstalled
 from deltalab.evaluation.harness import HarnessOptions
+from deltalab.evaluation.metric_names import Evaluated, metric_names
 from deltalab.evaluation.model_folder import open_model
 from deltalab.evaluation.suites import measure as measuring
 from deltalab.evaluation.suites.measure import SuiteOptions, measure
@@ -89,7 +91,9 @@ def ask(suite: str, folder: Path, files: Path) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.slow
-def test_zero_shot_asks_all_its_tasks_from_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_shot_asks_all_its_tasks_from_files(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for name, rows in ZERO_SHOT.items():
         dataset(tmp_path / name, rows)
@@ -98,6 +102,7 @@ def test_zero_shot_asks_all_its_tasks_from_files(folder: Path, tmp_path: Path, m
     assert len(quoted) == 8
     assert values["zero_shot", "mean"] == pytest.approx(sum(values[pair] for pair in quoted) / 8)
     assert values["wikitext", "word_perplexity"] > 1
+    assert set(values) == set(metric_names(Evaluated(["zero_shot"], Packed(data), "test", 64))[0])
 
 
 def test_packages_that_a_metric_lacks_are_named_before_anything_is_asked(

@@ -180,6 +180,7 @@ def evaluate(
         for model, folder in folders.items():
             packed_data, tokens, chosen, left_out, of_suites = asked[model]
             identity, place = folder.identity, _place(model, folder)
+            kept = None if identity is None else ItemFiles(place / FOLDER, identity, folder.step)
             own = evaluating.evaluate(
                 folder,
                 chosen,
@@ -189,10 +190,10 @@ def evaluate(
                 limit=limit,
                 include=include,
                 options=how,
-                kept=None if identity is None else ItemFiles(place / FOLDER, identity, folder.step),
+                kept=kept,
                 say=progress.advance,
             )
-            by_suite, without, versions = measure(folder, suite_names, of_suites)
+            by_suite, without, versions = measure(folder, suite_names, of_suites, kept=kept, say=progress.advance)
             results[model], left_out = [*own, *by_suite], left_out | without
             folder.release()
             about: dict[str, Any] = {

@@ -9,12 +9,12 @@ from typing import Any
 from deltalab.data.text_tokenizers import load_tokenizer, same_ids
 from deltalab.data.token_shards import META, Packed
 from deltalab.errors import InputError
-from deltalab.evaluation.harness import HarnessOptions, asked_length, depends_on, find_tasks, harness
+from deltalab.evaluation.harness import HarnessOptions, asked_length, asked_of, find_tasks, harness
 from deltalab.evaluation.items import ItemFiles
-from deltalab.evaluation.loss import TIMES, loss, too_short
+from deltalab.evaluation.loss import loss, too_short
 from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder
-from deltalab.evaluation.needle import needle, no_room
-from deltalab.evaluation.needle_questions import KINDS, questions
+from deltalab.evaluation.needle import metric_names, needle, no_room
+from deltalab.evaluation.needle_questions import KINDS
 from deltalab.evaluation.proxy import proxy, proxy_task
 from deltalab.evaluation.results import OWN, Result, fingerprint, named_data, titled
 
@@ -74,9 +74,7 @@ def evaluate(
         elif task == "proxy":
             about[task] = _trial_of(folder)
     if others:
-        most: dict[str, Any] = {"limit": limit, "few_shot": options.few_shot, "max_length": options.max_length}
-        most |= {} if options.files is None else {"files": str(options.files.resolve())}
-        about |= {task: most | depends_on(folders, length) for task in others}
+        about |= dict.fromkeys(others, asked_of(options, limit, folders, length))
     for task, facts in about.items():
         found = None if kept is None else kept.find(task, facts)
         if kept is not None and found is not None:
@@ -197,7 +195,7 @@ def askable(
             why_not["loss"] = foreign
         elif not texts.rows(length):
             why_not["loss"] = too_short(texts, length)
-        for task, needles in KINDS.items():
+        for task in KINDS:
             filler = texts if task == "needle_text" else None
             if not tokenizer:
                 why_not[task] = f"the folder has no tokenizer: {NO_TOKENIZER}"
@@ -205,11 +203,7 @@ def askable(
                 why_not[task] = NO_DATA
             elif task == "needle_text" and foreign:
                 why_not[task] = foreign
-            elif not any(
-                question
-                for times in TIMES
-                for question in questions(folder.encode, times * length, 1, needles, filler=filler)
-            ):
+            elif not metric_names(folder.encode, task, length, filler):
                 why_not[task] = no_room(length, filler)
     if isinstance(reason := proxy_task(folder), str):
         why_not["proxy"] = reason

@@ -76,7 +76,7 @@ def find_tasks(tasks: Sequence[str], include: Path | None) -> tuple[list[str], l
             f"{', '.join(OWN)}"
         )
     files = [Path(task).resolve() for task in tasks if task.endswith((".yaml", ".yml"))]
-    names = [task for task in tasks if not task.endswith((".yaml", ".yml"))] + [_task_of(file) for file in files]
+    names = [task_named(task) for task in tasks]
     if include is not None and not include.is_dir():
         raise InputError(f"{include}: no such folder of tasks")
     folders = [*dict.fromkeys([*([] if include is None else [include.resolve()]), *(file.parent for file in files)])]
@@ -179,10 +179,12 @@ def asked_length(folder: ModelFolder, options: HarnessOptions) -> int | None:
     return None if options.max_length == _own_length(folder) else options.max_length
 
 
-def depends_on(folders: Sequence[Path], length: int | None) -> dict[str, Any]:
-    """Returns what results of the harness depend on besides the model and the options of an evaluation.
+def asked_of(options: HarnessOptions, limit: int | None, folders: Sequence[Path], length: int | None) -> dict[str, Any]:
+    """Returns what results of the harness depend on besides the model.
 
     Args:
+        options: How the harness runs.
+        limit: Examples of each task; None means all.
         folders: Folders with YAML files of further tasks. Their files count, and the files that they name.
         length: Tokens of a training sequence; None if it is not known.
     """
@@ -193,7 +195,15 @@ def depends_on(folders: Sequence[Path], length: int | None) -> dict[str, Any]:
         for word in re.findall(r"[^\s\"'{}\[\],]*/[^\s\"'{}\[\],]+", file.read_text(encoding="utf-8", errors="replace"))
     }
     known = [*files, *(file for file in named if file.is_file())]
-    return {"lm_eval": version("lm_eval"), "definitions": fingerprint(known) if known else "", "length": length}
+    return {
+        "limit": limit,
+        "few_shot": options.few_shot,
+        "max_length": options.max_length,
+        **({} if options.files is None else {"files": str(options.files.resolve())}),
+        "lm_eval": version("lm_eval"),
+        "definitions": fingerprint(known) if known else "",
+        "length": length,
+    }
 
 
 def _results(folder: ModelFolder, report: Mapping[str, Any]) -> list[Result]:
@@ -284,6 +294,15 @@ def _dataset_of(file: Path | None, task: str) -> str:
         included = re.search(r"^include:[ \t]*(\S+)", text, re.MULTILINE)
         file = file.parent / included[1].strip("\"'") if included else None
     raise InputError(f"--files: task '{task}' names no data set; of a group, name its tasks")
+
+
+def task_named(task: str) -> str:
+    """Returns the name by which results call a task that the user gives by its name or by its YAML file.
+
+    Raises:
+        InputError: If the file cannot be read, or names no task.
+    """
+    return _task_of(Path(task)) if task.endswith((".yaml", ".yml")) else task
 
 
 def _task_of(file: Path) -> str:

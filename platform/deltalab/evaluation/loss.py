@@ -45,12 +45,9 @@ def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: in
     results: list[Result] = []
     bits = split.tokens / (math.log(2) * split.bytes)
     by_place, ids = torch.zeros(0, 0), list[str]()
-    for times in TIMES:
-        size = times * length
+    for size in sizes(split, length):
         available = split.rows(size)
-        if not available:
-            break
-        rows = min(available, max(1, examples // times))
+        rows = min(available, max(1, examples * length // size))
         parts, ids = [], []
         at_once = max(1, TOKENS_AT_ONCE // size)
         indices = [available * i // rows for i in range(rows)]
@@ -67,13 +64,33 @@ def loss(folder: ModelFolder, split: Split, task: str, length: int, examples: in
         results.append(of_items(folder.step, task, f"loss@{size}", Items.mean(ids, means.tolist())))
         in_bits = Items.mean(ids, (means * bits).tolist())
         results.append(of_items(folder.step, task, f"bits_per_byte@{size}", in_bits))
-    begin, longest = 0, by_place.shape[1]
-    cuts = [cut for cut in (length // 4, length // 2, *(times * length for times in TIMES)) if cut <= longest]
-    for end in dict.fromkeys(filter(None, cuts)):
+    for begin, end in ranges(length, by_place.shape[1]):
         of_range = Items.mean(ids, by_place[:, begin:end].mean(1).tolist())
         results.append(of_items(folder.step, task, f"loss_at_{begin}_to_{end}", of_range))
-        begin = end
     return results
+
+
+def metric_names(split: Split, length: int) -> list[str]:
+    """Returns the names of the metrics that `loss` measures on a split, in the order of its results by length."""
+    measured = sizes(split, length)
+    by_length = [f"{metric}@{size}" for size in measured for metric in ("loss", "bits_per_byte")]
+    return by_length + [f"loss_at_{begin}_to_{end}" for begin, end in ranges(length, max(measured, default=0))]
+
+
+def sizes(split: Split, length: int) -> list[int]:
+    """Returns the lengths of rows that are measured: those that the split has rows of."""
+    return [times * length for times in TIMES if split.rows(times * length)]
+
+
+def ranges(length: int, longest: int) -> list[tuple[int, int]]:
+    """Returns the ranges of positions, each with its begin and its end, in rows of the longest length.
+
+    >>> ranges(64, 128)
+    [(0, 16), (16, 32), (32, 64), (64, 128)]
+    """
+    cuts = [cut for cut in (length // 4, length // 2, *(times * length for times in TIMES)) if cut <= longest]
+    ends = [*dict.fromkeys(filter(None, cuts))]
+    return [*zip([0, *ends], ends, strict=False)]
 
 
 def too_short(split: Split, length: int) -> str:

@@ -9,7 +9,7 @@ from deltalab.errors import InputError
 from deltalab.evaluation.items import Items, item_id, of_items
 from deltalab.evaluation.loss import TIMES, TOKENS_AT_ONCE
 from deltalab.evaluation.model_folder import ModelFolder
-from deltalab.evaluation.needle_questions import KINDS, Question, questions
+from deltalab.evaluation.needle_questions import KINDS, Encoder, Question, questions
 from deltalab.evaluation.results import Result, titled
 
 
@@ -40,6 +40,15 @@ def needle(folder: ModelFolder, task: str, length: int, examples: int, filler: S
     if not results:
         raise InputError(f"task '{task}': {no_room(length, filler)}")
     return results
+
+
+def metric_names(encode: Encoder, task: str, length: int, filler: Split | None) -> list[str]:
+    """Returns the names of the metrics that `needle` measures: one for each length that a question fits into."""
+    return [
+        f"exact_match@{times * length}"
+        for times in TIMES
+        if any(True for _ in questions(encode, times * length, 1, KINDS[task], filler=filler))
+    ]
 
 
 def no_room(length: int, filler: Split | None) -> str:

@@ -1,19 +1,20 @@
 """Measures a model on suites of tasks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError, NotInstalled
 from deltalab.evaluation import evaluate as evaluating
-from deltalab.evaluation.harness import HarnessOptions, asked_length, find_tasks, harness
-from deltalab.evaluation.items import Items, item_id, of_items
+from deltalab.evaluation.harness import HarnessOptions, asked_length, asked_of, find_tasks, harness
+from deltalab.evaluation.items import ItemFiles, Items, item_id, of_items
 from deltalab.evaluation.model_folder import NO_TOKENIZER, ModelFolder
-from deltalab.evaluation.results import Result
+from deltalab.evaluation.results import Result, fingerprint
 from deltalab.evaluation.suites import recall, ruler
 from deltalab.evaluation.suites.datasets import copy_of, rows
 from deltalab.evaluation.suites.greedy import Progress, continuations
@@ -45,14 +46,21 @@ class SuiteOptions:
 
 
 def measure(
-    folder: ModelFolder, names: Iterable[str], options: SuiteOptions
+    folder: ModelFolder,
+    names: Iterable[str],
+    options: SuiteOptions,
+    *,
+    kept: ItemFiles | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Result], dict[str, str], dict[str, int]]:
-    """Measures a model on suites.
+    """Measures a model on suites. A task whose items are kept already is not measured again.
 
     Args:
         folder: The folder of the model.
         names: `SUITE` for a suite with its mean, or `SUITE/TASK` for one of its tasks.
         options: How suites are asked.
+        kept: The files of items; None keeps none.
+        say: Is called with a line for each file that is reused.
 
     Returns:
         A result for each task, metric and length and, for a whole suite, the mean; by task, why it was left out; and by
@@ -65,9 +73,10 @@ def measure(
     lengths = {suite.name: lengths_of(suite, options.lengths) for suite, _ in suites}
     results: list[Result] = []
     left_out: dict[str, str] = {}
+    once = _Once(folder, kept, say)
     for suite, tasks in suites:
         if suite.asked_by == "harness":
-            found = _by_harness(folder, suite, tasks, options)
+            found = _by_harness(folder, suite, tasks, options, once)
         elif suite.asked_by == "deltalab":
             found = evaluating.evaluate(
                 folder,
@@ -76,11 +85,13 @@ def measure(
                 split=options.split,
                 length=options.length,
                 limit=options.limit,
+                kept=kept,
+                say=say,
             )
         elif suite.asked_by == "recall":
-            found = _recall(folder, suite, tasks, lengths[suite.name], options)
+            found = _recall(folder, suite, tasks, lengths[suite.name], options, once)
         else:
-            found, reasons = _ruler(folder, suite, tasks, lengths[suite.name], options)
+            found, reasons = _ruler(folder, suite, tasks, lengths[suite.name], options, once)
             left_out |= reasons
         if suite.asked_by != "deltalab":
             limit = None if options.limit == suite.examples else options.limit
@@ -156,7 +167,7 @@ def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> li
     quoted = [task for task in suite.tasks if task.metric is not None]
     found: list[Result] = []
     for at in [f"@{length}" for length in lengths] or [""]:
-        wanted = {(_task_name(suite, task), f"{task.metric}{at}") for task in quoted}
+        wanted = {(task_title(suite, task), f"{task.metric}{at}") for task in quoted}
         parts = [result for result in results if (result.task, result.metric) in wanted]
         if not parts:
             continue
@@ -173,43 +184,85 @@ def means(suite: Suite, results: Sequence[Result], lengths: Sequence[int]) -> li
     return found
 
 
-def _task_name(suite: Suite, task: SuiteTask) -> str:
+def task_title(suite: Suite, task: SuiteTask) -> str:
     """Returns the name of a task in results. The suite is left out if the harness or deltalab names the task itself."""
     return task.name if suite.asked_by in ("harness", "deltalab") else f"{suite.name}/{task.name}"
 
 
-def _by_harness(folder: ModelFolder, suite: Suite, tasks: Sequence[SuiteTask], options: SuiteOptions) -> list[Result]:
+@dataclass(frozen=True)
+class _Once:
+    """Measures what no file of items has, and keeps it.
+
+    Attributes:
+        folder: The folder of the model.
+        kept: The files of items; None keeps none.
+        say: Is called with a line for each file that is reused.
+    """
+
+    folder: ModelFolder
+    kept: ItemFiles | None
+    say: Callable[[str], None]
+
+    def __call__(self, task: str, about: Mapping[str, Any], measured: Callable[[], list[Result]]) -> list[Result]:
+        """Returns the results of a task, which depend on the model and on what `about` holds."""
+        if self.kept is None:
+            return measured()
+        found = self.kept.find(task, about)
+        if found is None:
+            found = measured()
+            self.kept.keep(task, about, found)
+        else:
+            self.say(f"{self.folder.named}: {task}: reuses the items of {self.kept.file(task, about)}")
+        return found
+
+
+def _by_harness(
+    folder: ModelFolder, suite: Suite, tasks: Sequence[SuiteTask], options: SuiteOptions, once: _Once
+) -> list[Result]:
     names, folders = find_tasks([task.name for task in tasks], None)
     how = replace(options.harness, few_shot=suite.few_shot)
+    about = asked_of(how, options.limit, folders, options.length or folder.length)
+
+    def measured(name: str) -> list[Result]:
+        ((_, found),) = harness(folder, [name], folders, limit=options.limit, options=how)
+        return found
+
     found = {
-        (result.task, result.metric): result
-        for _, measured in harness(folder, names, folders, limit=options.limit, options=how)
-        for result in measured
+        (result.task, result.metric): result for name in names for result in once(name, about, partial(measured, name))
     }
     return [found[task.name, metric] for task in tasks for metric in (task.metric, *task.also) if metric is not None]
 
 
 def _recall(
-    folder: ModelFolder, suite: Suite, tasks: Sequence[SuiteTask], lengths: Sequence[int], options: SuiteOptions
+    folder: ModelFolder,
+    suite: Suite,
+    tasks: Sequence[SuiteTask],
+    lengths: Sequence[int],
+    options: SuiteOptions,
+    once: _Once,
 ) -> list[Result]:
+    files = options.harness.files
+
+    def measured(task: SuiteTask, length: int) -> list[Result]:
+        name, label = _recalled(task, length), f"{suite.name}/{task.name}"
+        every = recall.prompts(
+            rows(name, "validation", files), task.settings["form"], folder, length, twice=suite.twice, where=name
+        )
+        asked = [prompt for prompt, _ in zip(every, range(options.limit), strict=False)] if options.limit else [*every]
+        written = continuations(
+            folder, [prompt.text for prompt in asked], recall.TOKENS,
+            label=f"{label}@{length}", stop="\n", batch_size=options.harness.batch_size,
+        )  # fmt: skip
+        scores = [recall.contains(prompt, text) for prompt, text in zip(asked, written, strict=True)]
+        return [_result(folder, label, f"{task.metric}@{length}", [prompt.text for prompt in asked], scores)]
+
     results = []
     for task in tasks:
         for length in lengths:
-            name = _recalled(task, length)
-            every = recall.prompts(
-                rows(name, "validation", options.harness.files),
-                task.settings["form"], folder, length, twice=suite.twice, where=name,
-            )  # fmt: skip
-            asked = (
-                [prompt for prompt, _ in zip(every, range(options.limit), strict=False)] if options.limit else [*every]
-            )
-            label = f"{suite.name}/{task.name}"
-            written = continuations(
-                folder, [prompt.text for prompt in asked], recall.TOKENS,
-                label=f"{label}@{length}", stop="\n", batch_size=options.harness.batch_size,
-            )  # fmt: skip
-            scores = [recall.contains(prompt, text) for prompt, text in zip(asked, written, strict=True)]
-            results.append(_result(folder, label, f"{task.metric}@{length}", [p.text for p in asked], scores))
+            copy = copy_of(_recalled(task, length), files)
+            about: dict[str, Any] = {"version": suite.version, "length": length, "limit": options.limit}
+            about |= {} if copy is None else {"data": fingerprint(_files_of(copy))}
+            results += once(f"{suite.name}/{task.name}", about, partial(measured, task, length))
     return results
 
 
@@ -220,50 +273,61 @@ def _recalled(task: SuiteTask, length: int) -> str:
 
 
 def _ruler(
-    folder: ModelFolder, suite: Suite, tasks: Sequence[SuiteTask], lengths: Sequence[int], options: SuiteOptions
+    folder: ModelFolder,
+    suite: Suite,
+    tasks: Sequence[SuiteTask],
+    lengths: Sequence[int],
+    options: SuiteOptions,
+    once: _Once,
 ) -> tuple[list[Result], dict[str, str]]:
     split = None if options.data is None else options.data.split(options.split)
     sources = ruler.Sources(folder, options.harness.files, split, max(lengths))
     count = options.limit or suite.examples or 0
-    results, left_out = [], dict[str, str]()
+    results, left_out = list[Result](), dict[str, str]()
+
+    def measured(task: SuiteTask, texts: ruler.Texts, length: int) -> list[Result]:
+        label, asked = f"{suite.name}/{task.name}", list[ruler.Question]()
+        progress = Progress(f"{label}@{length}: texts", count)
+        for question in ruler.questions(task.name, texts, length, count, sources.tokens):
+            asked.append(question)
+            progress(len(asked))
+        written = continuations(
+            folder, [question.prompt for question in asked], texts.answer_tokens,
+            label=f"{label}@{length}", batch_size=options.harness.batch_size,
+        )  # fmt: skip
+        score = SCORES[str(task.metric)]
+        scores = [score(question, text) for question, text in zip(asked, written, strict=True)]
+        return [_result(folder, label, f"{task.metric}@{length}", [question.prompt for question in asked], scores)]
+
     for task in tasks:
         label = f"{suite.name}/{task.name}"
+        texts_of = partial(sources.texts, task.settings, task.needs)
+        files = options.harness.files
+        read = [] if files is None else [file for name in task.needs for file in _files_of(files / name)]
+        about: dict[str, Any] = {"version": suite.version, "limit": count, "files": fingerprint(read)}
+        filled: dict[str, Any] = {}
+        if options.data is not None and sources.fills(task.settings):
+            filled = {"split": options.split, "other_data": evaluating.other_data(folder, options.data)}
+            about |= {"data": options.data.meta["sha256"], "split": options.split, "longest": max(lengths)}
         for length in lengths:
             try:
-                texts = sources.texts(task.settings, task.needs, length)
+                texts = texts_of(length)
             except InputError as error:
                 left_out[label] = str(error)
                 break
-            if getattr(texts, "count", 1) == 0:
-                left_out[label] = f"{', '.join(task.needs)} holds no question"
-                break
-            asked: list[ruler.Question] = []
-            progress = Progress(f"{label}@{length}: texts", count)
-            for question in ruler.questions(task.name, texts, length, count, sources.tokens):
-                asked.append(question)
-                progress(len(asked))
-            if not asked:
-                least = ruler.least_length(
-                    task.name, partial(sources.texts, task.settings, task.needs), length, sources.tokens
-                )
-                left_out[f"{label}@{length}"] = (
-                    f"its shortest text does not fit into {length} tokens, but into {least}: --lengths {least}"
-                )
+            if reason := ruler.too_short(task.name, texts_of, length, count, sources.tokens):
+                left_out[f"{label}@{length}"] = reason
                 continue
-            written = continuations(
-                folder, [question.prompt for question in asked], texts.answer_tokens,
-                label=f"{label}@{length}", batch_size=options.harness.batch_size,
-            )  # fmt: skip
-            score = SCORES[str(task.metric)]
-            scores = [score(question, text) for question, text in zip(asked, written, strict=True)]
-            result = _result(folder, label, f"{task.metric}@{length}", [q.prompt for q in asked], scores)
-            if options.data is not None and sources.fills(task.settings):
-                other = evaluating.other_data(folder, options.data)
-                result = replace(result, split=options.split, other_data=other)
-            results.append(result)
+            found = once(label, {**about, "length": length}, partial(measured, task, texts, length))
+            results += [replace(result, **filled) for result in found]
     if not results:
         raise InputError("; ".join(f"{task}: {reason}" for task, reason in left_out.items()))
     return results, left_out
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files of a folder, or the file itself; none if there is neither."""
+    return [file for file in (path, *path.rglob("*")) if file.is_file()]
 
 
 def _result(folder: ModelFolder, task: str, metric: str, prompts: Sequence[str], scores: Sequence[float]) -> Result:

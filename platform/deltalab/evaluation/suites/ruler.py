@@ -8,13 +8,12 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from deltalab.data.token_shards import Split
 from deltalab.errors import InputError
-from deltalab.evaluation.model_folder import ModelFolder
 from deltalab.evaluation.suites.datasets import essays, json_file
 from deltalab.evaluation.suites.ruler_needles import Needles
 from deltalab.evaluation.suites.ruler_words import (
@@ -77,6 +76,20 @@ class Question:
     tokens: int
 
 
+class Coder(Protocol):
+    """A tokenizer, as the folder of a model has it.
+
+    Attributes:
+        tokenizer: Returns the ids of a text as `input_ids`, with the special tokens that stand before a text.
+    """
+
+    @property
+    def tokenizer(self) -> Callable[[str], Mapping[str, Any]]: ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids."""
+
+
 @dataclass(frozen=True)
 class Sources:
     """What the texts are made from.
@@ -88,7 +101,7 @@ class Sources:
         longest: The tokens of the longest text.
     """
 
-    folder: ModelFolder
+    folder: Coder
     files: Path | None
     split: Split | None
     longest: int
@@ -145,6 +158,8 @@ class Sources:
         documents = documents_of(file, self.files)
         if documents is None:
             raise InputError(f"it needs {file}: give --files DIR with it")
+        if documents.count == 0:
+            raise InputError(f"{file} holds no question")
         return documents
 
     def _variables(self, hops: int, length: int) -> Variables:
@@ -208,16 +223,30 @@ def questions(
     room = length - texts.answer_tokens
     guess = 0
     for index in range(min(count, getattr(texts, "count", count))):
-
-        def made(size: int, index: int = index) -> Question:
-            draw = random.Random(f"{seed}/{task}/{length}/{index}")
-            prompt, answers = texts.text(draw, size, index)
-            return Question(prompt, tuple(answers), tokens(prompt))
-
+        made = partial(_question, f"{seed}/{task}/{length}/{index}", texts, index, tokens)
         longest = _longest(made, room, guess, getattr(texts, "most", None))
         if longest is not None:
             guess, question = longest
             yield question
+
+
+def fits(task: str, texts: Texts, length: int, count: int, tokens: Callable[[str], int], seed: int = 0) -> bool:
+    """Determines whether `questions` yields a question of these arguments, without making it as long as it can be."""
+    room = length - texts.answer_tokens
+    return any(
+        _question(f"{seed}/{task}/{length}/{index}", texts, index, tokens, 0).tokens <= room
+        for index in range(min(count, getattr(texts, "count", count)))
+    )
+
+
+def too_short(
+    task: str, texts_of: Callable[[int], Texts], length: int, count: int, tokens: Callable[[str], int]
+) -> str | None:
+    """Says why no question fits into a length; None if one does. The arguments are those of `fits`, `least_length`."""
+    if fits(task, texts_of(length), length, count, tokens):
+        return None
+    least = least_length(task, texts_of, length, tokens)
+    return f"its shortest text does not fit into {length} tokens, but into {least}: --lengths {least}"
 
 
 def least_length(task: str, texts_of: Callable[[int], Texts], length: int, tokens: Callable[[str], int]) -> int:
@@ -232,15 +261,15 @@ def least_length(task: str, texts_of: Callable[[int], Texts], length: int, token
         tokens: Counts the tokens of a text.
     """
 
-    def fits(length: int) -> bool:
-        return any(True for _ in questions(task, texts_of(length), length, 1, tokens))
+    def enough(length: int) -> bool:
+        return fits(task, texts_of(length), length, 1, tokens)
 
     low, high = length, 2 * length
-    while not fits(high):
+    while not enough(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 
@@ -252,6 +281,12 @@ def match(question: Question, continuation: str) -> float:
 def match_any(question: Question, continuation: str) -> float:
     """Returns 1.0 if one of the answers stands in the continuation, in whatever case, else 0.0."""
     return float(match(question, continuation) > 0)
+
+
+def _question(seed: str, texts: Texts, index: int, tokens: Callable[[str], int], size: int) -> Question:
+    """The question of an index, with so much around what is asked; a seed gives the same answers at every size."""
+    prompt, answers = texts.text(random.Random(seed), size, index)
+    return Question(prompt, tuple(answers), tokens(prompt))
 
 
 def _longest(made: Callable[[int], Question], room: int, guess: int, most: int | None) -> tuple[int, Question] | None:
