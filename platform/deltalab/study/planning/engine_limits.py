@@ -1,35 +1,57 @@
 """Refuses, while a study is planned, what its engine cannot train."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deltalab.data.text_tokenizers import load_tokenizer
 from deltalab.data.token_shards import Packed
 from deltalab.errors import InputError
 from deltalab.evaluation.harness import find_tasks
-from deltalab.evaluation.loss import TIMES, too_short
+from deltalab.evaluation.loss import too_short
+from deltalab.evaluation.metric_names import Evaluated, metric_names
+from deltalab.evaluation.needle import metric_names as needle_metrics
 from deltalab.evaluation.needle import no_room
-from deltalab.evaluation.needle_questions import KINDS, questions
+from deltalab.evaluation.needle_questions import KINDS
 from deltalab.evaluation.results import OWN
 from deltalab.evaluation.suites.measure import require_data
 from deltalab.evaluation.suites.suite import chosen, lengths_of, suites_among
 from deltalab.export.recipe import no_context, no_graphs_of
 from deltalab.models.spec import ModelSpec
 from deltalab.study.planning.plan import Plan
+from deltalab.study.specs.sections.engine import Engine
 from deltalab.tasks import Task
 from deltalab.tasks.text import Text
 from deltalab.training.recipe_keys import CHOICES, micro_batch, with_defaults
 
 
+def refuse_what_no_engine_measures(engine: Engine | None, tasks: Mapping[str, Task]) -> None:
+    """Raises `InputError` if an engine trains on one of the tasks no model, or one that `evaluate` cannot measure."""
+    if engine is None:
+        return
+    for name, task in tasks.items():
+        _require_room(engine.evaluate, packed_of(engine.name, name, task), task.length)
+    _require_known(engine.evaluate, engine.lengths, engine.files)
+    for name, task in tasks.items():
+        try:
+            metric_names(evaluated_on(engine, name, task))
+        except InputError as error:
+            text = str(error).replace("--lengths", "engine.lengths").replace("--files DIR", "engine.files")
+            raise InputError(f"engine.evaluate: {text}") from None
+
+
+def evaluated_on(engine: Engine, name: str, task: Task) -> Evaluated:
+    """Returns what an engine evaluates on a task. Raises `InputError` as `packed_of` does."""
+    files = None if engine.files is None else Path(engine.files)
+    data = packed_of(engine.name, name, task)
+    return Evaluated(engine.evaluate, data, "test", task.length, engine.lengths, engine.limit, files)
+
+
 def refuse_what_no_engine_trains(plan: Plan) -> None:
-    """Raises `InputError` if the study's engine cannot train one of its arms on one of its tasks."""
+    """Raises `InputError` if the study's engine cannot train one of its arms."""
     engine = plan.spec.engine
     if engine is None:
         return
-    for name, task in plan.tasks.items():
-        _require_room(engine.evaluate, _packed(engine.name, name, task), task.length)
-    _require_known(engine.evaluate, engine.lengths, engine.files)
     if any(objective.name == "decode_us" for objective in plan.objectives):
         raise InputError("search.objectives: decode_us is not measured in a study with an engine")
     processes = int(plan.spec.resources.gpu) or engine.processes
@@ -90,13 +112,13 @@ def _require_room(names: Sequence[str], data: Packed, length: int) -> None:
 
     for name in needles:
         filler = split if name == "needle_text" else None
-        if not any(True for n in TIMES for _ in questions(encode, n * length, 1, KINDS[name], filler=filler)):
+        if not needle_metrics(encode, name, length, filler):
             raise InputError(
                 f"engine.evaluate: task '{name}': {no_room(length, filler)}".removesuffix(": give a longer --length")
             )
 
 
-def _packed(engine: str, name: str, task: Task) -> Packed:
+def packed_of(engine: str, name: str, task: Task) -> Packed:
     """Returns the data of a task. Raises `InputError` if the task is not language modelling on packed data."""
     if not isinstance(task, Text):
         raise InputError(f"engine: {engine} trains language models: task '{name}' is {task.name}, and must be text")

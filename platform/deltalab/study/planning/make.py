@@ -16,7 +16,7 @@ from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
 from deltalab.registry import get_task, rule_plugin
 from deltalab.study.planning.config_difference import difference
-from deltalab.study.planning.engine_limits import refuse_what_no_engine_trains
+from deltalab.study.planning.engine_limits import refuse_what_no_engine_measures, refuse_what_no_engine_trains
 from deltalab.study.planning.engine_recipe import study_recipe
 from deltalab.study.planning.feasibility import check_space
 from deltalab.study.planning.further_metrics import further_metrics
@@ -124,6 +124,7 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
     for name in spec.for_task:
         if name not in spec.task:
             raise unknown("task", name, spec.task, where="for_task")
+    refuse_what_no_engine_measures(spec.engine, tasks)
     further = tuple(further_metrics(spec, tasks))
     _refuse_margins(spec, tasks, [of["metric"] for of in further])
     changes = _changes(spec)
