@@ -1,13 +1,17 @@
 """Studies whose runs an engine trains: what a plan refuses, what the ledger gets, and that no kill changes a number."""
 
 import json
+import lzma
 import math
 import os
 import signal
+import sqlite3
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import pytest
 import torch
 import yaml
 from tests.support.drivers import Executed
+from tests.support.folders import ROOT
 
 from deltalab.engines.deltalab_train import launcher
 from deltalab.errors import InputError
@@ -199,6 +204,37 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": {"name": "torchtitan", "proceses": 2}}, "engine: unknown key 'proceses'; did you mean 'processes'"),
         ({"compare": {"txt": ["loss"]}}, "compare: unknown task 'txt'; did you mean 'text'"),
         ({"compare": {"text": ["needle exact_match@16"]}}, "compare.text: unknown metric 'needle exact_match@16'"),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["recall"]}, "compare": {"text": ["recall WRONG"]}},
+            "compare.text: unknown metric 'recall WRONG'; allowed: recall mean@1000",
+        ),
+        (
+            {
+                "engine": {"name": "accelerate", "evaluate": ["recall"]},
+                "compare": {"text": ["recall/fda contains@100"]},
+            },
+            "unknown metric 'recall/fda contains@100'; did you mean 'recall/fda contains@1000'? allowed: recall",
+        ),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["loss"]}, "compare": {"text": ["loss loss@8"]}},
+            "unknown metric 'loss loss@8'; did you mean 'loss loss@64'? allowed: loss loss@16, loss bits_per_byte@16, ",
+        ),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["zero_shot"]}, "compare": {"text": ["hellaswag acc"]}},
+            "unknown metric 'hellaswag acc'; did you mean 'hellaswag acc_norm'? allowed: hellaswag acc_norm",
+        ),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["arc_easy"]}, "compare": {"text": ["arc_easy"]}},
+            "unknown metric 'arc_easy'; did you mean 'arc_easy METRIC'? allowed: ",
+        ),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["ruler"]}, "compare": {"text": ["ruler mean@2048"]}},
+            "unknown metric 'ruler mean@2048'; did you mean 'ruler mean_of_11@2048'? allowed: ruler mean_of_",
+        ),
+        (
+            {"engine": {"name": "accelerate", "evaluate": ["ruler/vt"], "lengths": [64]}},
+            "study: engine.evaluate: ruler/vt@64: its shortest text does not fit into 64 tokens, but into",
+        ),
         ({"margin": {"recall_bits": 0.1}}, "margin: unknown metric 'recall_bits'; did you mean 'recall_bits_per_byte'"),
     ],
 )
@@ -211,6 +247,22 @@ def test_a_plan_refuses_what_an_engine_cannot_train(packed: Path, changes: dict[
         plan_study(wrong)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_plan_takes_what_evaluations_measure(packed: Path) -> None:
+    """Of a task of the harness that no suite has, any metric is taken: only a run tells its metrics and bounds."""
+    section = {"name": "accelerate", "evaluate": ["zero_shot", "lm", "ruler/vt", "arc_easy", "wmt16-en-ro"]}
+    metrics = {
+        "zero_shot mean": (True, (0.0, 1.0), 0.0),
+        "wikitext word_perplexity": (False, None, 0.0),
+        "loss loss_at_0_to_4": (False, None, 0.0),
+        "ruler/vt match@2048": (True, (0.0, 1.0), 0.0),
+        "arc_easy exact_match (strict-match)": (True, (0.0, 1.0), 0.01),
+        "wmt16-en-ro bleu": (True, None, 0.0),
+        "wmt16-en-ro ter": (False, None, 0.0),
+    }
+    plan = plan_study(study(packed, engine=section, compare={"text": [*metrics]}))
+    assert {of["metric"]: (of["maximize"], of["bounds"], of["margin"]) for of in plan.further} == metrics
 
 
 def test_an_engine_is_part_of_a_trial_and_its_free_settings_are_not(packed: Path) -> None:
@@ -362,9 +414,9 @@ def test_a_plan_counts_the_evaluations_of_trained_models(packed: Path, monkeypat
     more, notes = planned(evaluate=["lm"], limit=4, evaluate_every=16)  # after steps 16, 32 and 40
     assert more - without == pytest.approx(3 * (with_loss - without))
     assert notes == ["engine.evaluate: 12 evaluations in all, each of loss, in the time."]
-    with_ruler, notes = planned(evaluate=["ruler/vt", "recall/fda"], lengths=[512], limit=10)
+    with_ruler, notes = planned(evaluate=["ruler/vt", "recall/fda"], lengths=[2048], limit=10)
     written = 4 * 10 * 30 * SECONDS_A_LAYER + 4 * 10 * 48 * SECONDS_A_LAYER  # one text after the other on a CPU
-    assert with_ruler - without == pytest.approx(4 * 2 * 10 * 512 * of_token + written)
+    assert with_ruler - without == pytest.approx(4 * 2 * 10 * 2048 * of_token + written)
     assert notes == ["engine.evaluate: 4 evaluations in all, each of ruler/vt, recall/fda, in the time."]
     with_others, notes = planned(evaluate=["lm", "recall/fda", "longbench/longbench_qasper"])
     assert with_others > without
@@ -378,6 +430,34 @@ def test_a_plan_counts_the_evaluations_of_trained_models(packed: Path, monkeypat
     read = 20 * sum(size - question for size in sizes)
     batches = sum(-(-20 // (2**14 // size)) for size in sizes)
     assert with_needle - without == pytest.approx(4 * (read * of_token + batches * question * SECONDS_A_LAYER))
+
+
+@pytest.mark.parametrize("profile", ["60M", "125M"])
+def test_a_plan_counts_a_needle_once(packed: Path, tmp_path: Path, profile: str) -> None:
+    """Of recorded runs, the time beside the steps is that of the needles, as a plan counts them, and `BESIDE_STEPS`."""
+    file = tmp_path / "pretrain.db"
+    file.write_bytes(lzma.decompress((ROOT / "benchmarks/ledgers/pretrain_h200.db.xz").read_bytes()))
+    # Of the other arms of 125M, some runs went on from a checkpoint, and their seconds are those since then.
+    arms = "1 = 1" if profile == "60M" else "json_extract(config, '$.rule.name') IN ('gated_deltanet', 'comba')"
+    width = {"60M": 512, "125M": 768}[profile]
+    with closing(sqlite3.connect(file)) as ledger:
+        query = (
+            f"SELECT seconds, tokens_per_second FROM trial WHERE json_extract(config, '$.model.d_model') = ? AND {arms}"
+        )
+        whole = ledger.execute(query, (width,)).fetchall()
+    tokens = 500 * 64 * 1024
+    recorded = statistics.mean(seconds - tokens / speed for seconds, speed in whole)
+
+    def planned(**changes: Any) -> float:
+        overrides = {"task.text.corpus": str(packed), **changes}
+        plan = plan_study("pretrain", profile=profile, overrides=overrides)
+        forecast = estimate(plan, workers=1)
+        assert forecast.seconds is not None
+        return forecast.seconds / plan.runs
+
+    needles = planned() - planned(**{"engine.evaluate": [], "compare.text": ["recall_bits_per_byte"]})
+    assert 5 < needles < 10
+    assert recorded == pytest.approx(needles + BESIDE_STEPS["gpu"], rel=0.15)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

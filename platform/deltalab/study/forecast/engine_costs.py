@@ -11,12 +11,12 @@ BYTES_A_WEIGHT = 4
 """The bytes of a kept weight, in fp32."""
 KEEP = 3
 """The checkpoints of a training beside the one that is written, unless `checkpoint.keep` says otherwise."""
-BESIDE_STEPS = {"gpu": 60.0, "cpu": 15.0}
-"""Seconds that a run takes beside its steps, to start, to compile and to be measured: docs/decisions/213."""
+BESIDE_STEPS = {"gpu": 40.0, "cpu": 15.0}
+"""Seconds that a run takes beside its steps and what `engine.evaluate` asks, such as to start: docs/decisions/213."""
 
 
 def beside_steps(plan: Plan) -> float:
-    """Returns the seconds that each run of a study takes beside its steps; 0 without an engine."""
+    """Returns the seconds that each run takes beside its steps and its evaluations; 0 without an engine."""
     return 0.0 if plan.spec.engine is None else BESIDE_STEPS["gpu" if plan.spec.resources.gpu else "cpu"]
 
 

@@ -9,7 +9,9 @@ from deltalab.data.text_tokenizers import load_tokenizer
 from deltalab.data.token_shards import Packed
 from deltalab.evaluation import needle_questions
 from deltalab.evaluation.evaluate import LIMIT
+from deltalab.evaluation.harness import task_named
 from deltalab.evaluation.loss import TIMES, TOKENS_AT_ONCE
+from deltalab.evaluation.results import OWN
 from deltalab.evaluation.suites import greedy, recall, ruler
 from deltalab.evaluation.suites.suite import Suite, SuiteTask, chosen, lengths_of, suites_among
 from deltalab.study.forecast.step_time import Training
@@ -75,7 +77,17 @@ def evaluation_notes(plan: Plan) -> list[str]:
     why = "not in the time, since only their data tell how many examples they have"
     parts = [f"{', '.join(counted)}, in the time"] if counted else []
     parts += [f"{', '.join(left_out)}, {why}"] if left_out else []
-    return [f"engine.evaluate: {total} evaluations in all, each of {'; and of '.join(parts)}."]
+    return [f"engine.evaluate: {total} evaluations in all, each of {'; and of '.join(parts)}.", *_unchecked(plan)]
+
+
+def _unchecked(plan: Plan) -> list[str]:
+    """Returns a note on metrics to compare of which a plan knows the task alone; none if there are none."""
+    assert plan.spec.engine is not None
+    of_harness = {task_named(task) for task in suites_among(plan.spec.engine.evaluate)[1] if task not in OWN}
+    metrics = [*dict.fromkeys(of["metric"] for of in plan.further if of["metric"].partition(" ")[0] in of_harness)]
+    if not metrics:
+        return []
+    return [f"compare: {', '.join(metrics)}: only a run tells which metrics lm-evaluation-harness has of such tasks."]
 
 
 def _asked_of(plan: Plan, task: object) -> Iterator[tuple[str, Asked | None]]:
