@@ -143,6 +143,11 @@ def study(packed: Path, **changes: Any) -> dict[str, Any]:
         ({"engine": {"name": "torchtitan", "settings": {"compile": 3}}}, "compile: must be true or false, not 3"),
         ({"engine": {"name": "torchtitan", "processes": 3}}, "base: train.batch_size 8 must be a multiple of the 3"),
         ({"task": {"text": {"length": LENGTH, "corpus": None}}}, "task.text.corpus must be a folder that `deltalab"),
+        (
+            {"task": {"text": {"length": LENGTH, "corpus": "nowhere"}}},
+            "study: task.text.corpus: nowhere: no such folder, and torchtitan trains on packed data: `deltalab data "
+            "pack TEXT --out nowhere` makes it",
+        ),
         ({"task": {"mqar": {"length": 16, "pairs": 2, "vocab_size": 32, "corpus": None}}}, "mqar"),
         (
             {"arms": {"comba": {"rule": "comba", "train": {"seconds": 9}}}},
@@ -425,6 +430,7 @@ def test_a_plan_counts_the_evaluations_of_trained_models(packed: Path, monkeypat
         "longbench/longbench_qasper, not in the time, since only their data tell how many examples they have."
     ]
     with_needle, _ = planned(evaluate=["needle"], limit=20)
+    assert planned(evaluate=["needle", "needle"], limit=20)[0] == with_needle, "which asks once"
     sizes = (256, 512, 1024)
     question = 16  # a byte a token: twice a space and seven digits
     read = 20 * sum(size - question for size in sizes)

@@ -98,7 +98,7 @@ def _asked_of(plan: Plan, task: object) -> Iterator[tuple[str, Asked | None]]:
     assert task.packed is not None
     of_suites, tasks = suites_among(engine.evaluate)
     examples = engine.limit or LIMIT
-    for name in tasks:
+    for name in dict.fromkeys(tasks):  # a task that is named twice is asked once
         yield name, _by_us(name, task.packed, task.length, examples)
     at_once = 8 if plan.spec.resources.gpu else 1
     for suite, asked in chosen(of_suites):

@@ -25,6 +25,21 @@ from deltalab.tasks.text import Text
 from deltalab.training.recipe_keys import CHOICES, micro_batch, with_defaults
 
 
+def refuse_missing_data(engine: Engine | None, name: str, corpus: object) -> None:
+    """Raises `InputError` with the command that makes packed data, if an engine's task names data that are not there.
+
+    Args:
+        engine: The study's engine; None without one.
+        name: The name of the task.
+        corpus: The task's parameter `corpus`, whatever the study gives.
+    """
+    if engine is not None and isinstance(corpus, str) and not Path(corpus).expanduser().exists():
+        raise InputError(
+            f"task.{name}.corpus: {corpus}: no such folder, and {engine.name} trains on packed data: "
+            f"`deltalab data pack TEXT --out {corpus}` makes it"
+        )
+
+
 def refuse_what_no_engine_measures(engine: Engine | None, tasks: Mapping[str, Task]) -> None:
     """Raises `InputError` if an engine trains on one of the tasks no model, or one that `evaluate` cannot measure."""
     if engine is None:

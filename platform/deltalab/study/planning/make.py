@@ -16,7 +16,11 @@ from deltalab.models.spec import ModelSpec
 from deltalab.own_module import OwnModule
 from deltalab.registry import get_task, rule_plugin
 from deltalab.study.planning.config_difference import difference
-from deltalab.study.planning.engine_limits import refuse_what_no_engine_measures, refuse_what_no_engine_trains
+from deltalab.study.planning.engine_limits import (
+    refuse_missing_data,
+    refuse_what_no_engine_measures,
+    refuse_what_no_engine_trains,
+)
 from deltalab.study.planning.engine_recipe import study_recipe
 from deltalab.study.planning.feasibility import check_space
 from deltalab.study.planning.further_metrics import further_metrics
@@ -116,6 +120,7 @@ def _make_plan(spec: StudySpec, profile: str | None, study_file: str) -> Plan:
         try:
             tasks[label] = get_task(kind, **{key: value for key, value in sized.params.items() if key != "task"})
         except InputError as error:
+            refuse_missing_data(spec.engine, sized.task, sized.params.get("corpus"))
             written = {key: value for key, value in spec.task[sized.task].items() if key != "task"}
             keys = keys_at_fault(spec.scales, ["task"], error, partial(get_task, kind, **written))
             # If one task has several names in the study, say which of them is meant.
