@@ -39,6 +39,7 @@ from deltalab.study.forecast.engine_costs import BESIDE_STEPS
 from deltalab.study.forecast.estimate import estimate
 from deltalab.study.forecast.evaluation_time import SECONDS_A_LAYER
 from deltalab.study.planning.engine_recipe import GIVEN
+from deltalab.study.planning.known_trials import known_trials
 from deltalab.study.planning.make import plan_study
 from deltalab.study.reports.report import open_report
 from deltalab.study.running.run import run_study_file
@@ -644,6 +645,20 @@ def test_the_report_says_which_learning_rates_the_arms_had(
     run_study_file(tmp_path / "s.yaml", db=tmp_path / "lab.db", executor="inline", unchecked=True)
     (note,) = [note for note in open_report("s", db=tmp_path / "lab.db").notes if "was trained by" in note]
     assert note.partition("; ")[2].startswith(said)
+
+
+def test_a_plan_says_in_what_an_engine_differs_from_the_recorded_one(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Executed(monkeypatch)
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(study(packed)))
+    run_study_file(tmp_path / "s.yaml", db=tmp_path / "lab.db", executor="inline", unchecked=True)
+    changed = {"evaluate": ["lm"], "evaluate_every": 8, "limit": 4}
+    with Store.open(tmp_path / "lab.db") as store:
+        assert known_trials(plan_study(study(packed)), store) == "The ledger knows 2 of the first 2 trials."
+        said = known_trials(plan_study(study(packed, engine=STUDY["engine"] | changed)), store)
+    assert said is not None
+    assert said.endswith("2 differ in engine.evaluate and engine.evaluate_every and engine.limit.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

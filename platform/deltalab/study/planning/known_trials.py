@@ -20,6 +20,9 @@ MOST_READ = 5000
 MOST_REASONS = 4
 """The most reasons that are told."""
 
+OF_ENGINE = ("name", "evaluate", "evaluate_every", "lengths", "limit")
+"""The keys of the section `engine` that are part of a trial's key: `Engine.learns_by`."""
+
 
 def known_trials(plan: Plan, store: Store) -> str | None:
     """Says how many of a study's first trials the ledger knows, and in what the others differ from recorded ones.
@@ -97,6 +100,8 @@ def _differences(job: Job, row: TrialRow, study: Study) -> list[str]:
         found.append(f"the parameters of task '{job.task}'")
     if row.runs and tuple(row.runs) != job.seeds:
         found.append("seeds")
+    before, now = (section or {} for section in (study.spec.get("engine"), job.engine))
+    found += [f"engine.{key}" for key in OF_ENGINE if (before.get(key) or None) != (now.get(key) or None)]
     recorded = flat(row.config)
     # A setting that the recorded trial lacks is one of a later release.
     changed = [
