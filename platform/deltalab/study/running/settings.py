@@ -26,26 +26,7 @@ Executor = Literal["ray", "inline", "slurm"]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a study runs, which changes nothing that it computes.
-
-    Attributes:
-        db: The ledger, a file or an SQLAlchemy URL; ./deltalab.db if None.
-        executor: `ray`; `inline`, which runs one stack at a time without Ray; or `slurm`, which submits jobs.
-        workers: Stacks of trials at a time; as many as the resources allow if None.
-        address: The address of a Ray cluster, whose machines must share the folder `storage`; None for a Ray of this
-            machine.
-        storage: The folder or the URL of weights and checkpoints; a folder beside the ledger if None.
-        retry_failed: Whether the trials run again that raised.
-        quiet: Whether nothing is printed.
-        unchecked: Whether rules run that fail their checks or have not been checked. The report says so.
-        join: Whether to take part in the study that another driver runs with this ledger, and to go on in that driver's
-            place if it dies.
-        log_to: Loggers, such as wandb, mlflow or tensorboard, that get every run and the report (`deltalab.loggers`). A
-            driver that has joined logs nothing.
-        backup_every: The seconds between two backups of the ledger (`store.copies.backup.Backups`); None for none. A
-            driver that has joined makes none.
-        slurm: What each job asks of Slurm, as words such as "partition=gpu" (`deltalab.study.running.slurm.options`).
-    """
+    """How a study runs, which changes nothing that it computes: the arguments of `run_study` with these names."""
 
     db: str | Path | None = None
     executor: Executor = "ray"
