@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import product
+from statistics import median
 
 import numpy as np
 import pytest
@@ -50,27 +51,28 @@ def statistic(flipped: Numbers, c: float) -> float:
     return math.sqrt(n) * abs(mean) / (sd + c)
 
 
-def p_by_hand(arms: Sequence[Numbers], j: int, decided: set[int]) -> float:
+def p_by_hand(arms: Sequence[Numbers], j: int, decided: set[int], units: Sequence[int] | None = None) -> float:
     """p of "arm j does not differ", where other arms were decided."""
+    units = units or [0] * len(arms)
     shown = [around_the_mean(d) if i in decided and i != j else [*d] for i, d in enumerate(arms)]
-    sizes = sorted(map(rms, shown))
-    c = (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2 / math.sqrt(2)
-    own, count = statistic(shown[j], c), 0
+    c = [median(rms(d) for d, of in zip(shown, units, strict=True) if of == unit) / math.sqrt(2) for unit in units]
+    own, count = statistic(shown[j], c[j]), 0
     for signs in product([1, -1], repeat=len(arms[0])):
-        largest = max(statistic([e * x for e, x in zip(signs, d, strict=True)], c) for d in shown)
+        flipped = [[e * x for e, x in zip(signs, d, strict=True)] for d in shown]
+        largest = max(map(statistic, flipped, c))
         count += largest >= own * (1 - 1e-9)
     return count / 2 ** len(arms[0])
 
 
-def compared_by_hand(arms: Sequence[Numbers]) -> list[float]:
+def compared_by_hand(arms: Sequence[Numbers], units: Sequence[int]) -> list[float]:
     """p of each arm, after stepping down from the smallest."""
     decided: set[int] = set()
     while left := [j for j in range(len(arms)) if j not in decided]:
-        p, j = min((p_by_hand(arms, j, decided), j) for j in left)
+        p, j = min((p_by_hand(arms, j, decided, units), j) for j in left)
         if p > ALPHA:
             break
         decided.add(j)
-    return [p_by_hand(arms, j, decided) for j in range(len(arms))]
+    return [p_by_hand(arms, j, decided, units) for j in range(len(arms))]
 
 
 def drawn(seed: int, arms: int, seeds: int) -> NDArray[np.float64]:
@@ -86,7 +88,25 @@ def test_p_is_the_share_of_all_flips_that_reach_it(seed: int) -> None:
     arms = drawn(seed, arms=1 + seed % 3, seeds=6)
     if seed % 2:
         arms = np.round(arms)  # ties and zeros
-    found, by_hand = compare(list(arms)), compared_by_hand(arms.tolist())
+    found, by_hand = compare(list(arms)), compared_by_hand(arms.tolist(), [0] * len(arms))
+    assert_same_p(found, by_hand)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_p_by_hand_in_several_units(seed: int) -> None:
+    """The largest statistic is that of the arms of all units, and each unit has its own constant."""
+    units = [[0, 1], [0, 1, 0], [2, 0, 1, 2, 1]][seed % 3]
+    arms = drawn(seed, arms=len(units), seeds=6)
+    found = compare(list(arms), units)
+    assert_same_p(found, compared_by_hand(arms.tolist(), units))
+    decided = {j for j, one in enumerate(found) if one.decided}
+    for j, one in enumerate(found):
+        for end in filter(math.isfinite, (one.low, one.high)):
+            shifted = [[x - (i == j) * end for x in d] for i, d in enumerate(arms.tolist())]
+            assert p_by_hand(shifted, j, decided, units) > ALPHA
+
+
+def assert_same_p(found: Sequence[Difference], by_hand: Sequence[float]) -> None:
     for one, p in zip(found, by_hand, strict=True):
         # An interval that reaches 0 from values beyond it takes p along.
         assert one.p == pytest.approx(p) or one.p > ALPHA >= p
