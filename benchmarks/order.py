@@ -4,6 +4,7 @@
     python benchmarks/order.py --study transfer:gpu --out order.json # Kendall's tau of each task and size
     python benchmarks/order.py --study transfer:gpu --page docs/transfer.md
     python benchmarks/order.py --recorded order.json --page docs/transfer.md  # again, without the ledger
+    python benchmarks/order.py --recorded order.json --without attention      # of the other arms
 
 Reads the ledger of a study with `scales`. Each task but `--real` at each size is a proxy. Its target is the size of
 `--real` whose compute is nearest to `--times` that of the proxy, as the base's training counts it.
@@ -191,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--db", help="a file or URL; ./deltalab.db by default")
     parser.add_argument("--real", default="real_text", help="the task whose order is to be predicted")
     parser.add_argument("--times", type=float, default=16.0)
+    parser.add_argument("--without", action="append", default=[], metavar="ARM", help="an arm to leave out; repeatable")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument(
         "--page", type=Path, help="a page, whose table between <!-- order STUDY --> and <!-- end --> is made anew"
@@ -210,6 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             compared = pairs(sizes, real, times)
     except InputError as error:
         parser.error(str(error))
+    if unknown_arms := [arm for arm in options.without if arm not in arms]:
+        parser.error(f"--without: the study has no arm {unknown_arms[0]}, but {', '.join(arms)}")
+    kept = [arm not in options.without for arm in arms]
+    arms, scores = [arm for arm in arms if arm not in options.without], {at: of[kept] for at, of in scores.items()}
     results = orders(scores, compared)
     text = markdown(results) + "\n" + scores_table(arms, scores, real)
     if options.out:

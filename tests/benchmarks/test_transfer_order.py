@@ -96,6 +96,15 @@ def test_a_recorded_study_gives_its_table_again(name: str, tmp_path: Path) -> No
     assert len(region.findall(published)) == 1
 
 
+def test_an_arm_is_left_out_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = str(BENCHMARKS / "order_h100.json")
+    order.main(["--recorded", recorded, "--without", "attention"])
+    assert "| attention |" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        order.main(["--recorded", recorded, "--without", "atention"])
+    assert "no arm atention, but base, attention" in capsys.readouterr().err
+
+
 def test_the_best_rate_lies_between_those_tried() -> None:
     rates = [0.01 * 2.0**i for i in range(5)]
     found = {f"{rate:.4g}": 1 + (np.log(rate) - np.log(0.03)) ** 2 for rate in rates}
