@@ -1,4 +1,4 @@
-"""The values of a file of configurations that Python has not: classes that it calls, and what is not known."""
+"""What a configuration that is read as text holds beside plain values: calls of classes, and values left unread."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
